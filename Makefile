@@ -1,0 +1,30 @@
+# `make run` and `make test` do all the set-up on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: run test slow lint format clean
+
+run: $(READY)  ## train four methods on the embedded digits; about a minute
+	$(BIN)/fedmll compare examples/digits.toml --methods centralized,fedavg,fedavg-pl,fedprox --seeds 0,1
+
+test: $(READY)  ## lint, types and every fast test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 -m "not slow"
+
+slow: $(READY)  ## real servers, kills
+	$(BIN)/pytest -m slow
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -e '.[dev,hf]'
+	touch $@
