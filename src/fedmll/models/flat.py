@@ -1,0 +1,85 @@
+"""A model's weights as one vector. Loading, sending, averaging and comparing models are then single operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedmll.message import Tensors
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a named tensor lies in the vector."""
+
+    start: int
+    shape: torch.Size
+
+    @property
+    def where(self) -> slice:
+        return slice(self.start, self.start + self.shape.numel())
+
+
+class FlatWeights:
+    """Binds a model's trainable parameters, then its float buffers, to views of `vector`, and integer buffers to
+    views of `counters`. What is frozen (requires_grad off, or a buffer that is not persistent) stays out: it is
+    rebuilt from the experiment, never sent and never averaged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        persistent = set(model.state_dict())
+        buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+        floats = {name: b for name, b in buffers.items() if b.is_floating_point()}
+        integers = {name: b for name, b in buffers.items() if not b.is_floating_point()}
+        self.layout = _places([*parameters.items(), *floats.items()])
+        self.counter_layout = _places(list(integers.items()))
+        self.parameters = list(parameters.values())
+        self.parameter_end = sum(p.numel() for p in self.parameters)
+        device = next(iter(parameters.values())).device
+        self.vector = torch.empty(sum(p.shape.numel() for p in self.layout.values()), device=device)
+        self.counters = torch.empty(
+            sum(p.shape.numel() for p in self.counter_layout.values()), dtype=torch.int64, device=device
+        )
+        for name, parameter in parameters.items():
+            parameter.data = self._bind(self.vector, self.layout[name], parameter.data)
+        for names, vector, layout in (
+            (floats, self.vector, self.layout),
+            (integers, self.counters, self.counter_layout),
+        ):
+            for name, buffer in names.items():
+                module, _, leaf = name.rpartition(".")
+                model.get_submodule(module)._buffers[leaf] = self._bind(vector, layout[name], buffer)
+
+    @staticmethod
+    def _bind(vector: Tensor, place: Place, value: Tensor) -> Tensor:
+        view = vector[place.where].view(place.shape)
+        view.copy_(value)
+        return view
+
+    def load(self, tensors: Tensors) -> None:
+        self.vector.copy_(tensors["weights"])
+        if len(self.counters):
+            self.counters.copy_(tensors["counters"])
+
+    def dump(self) -> Tensors:
+        """A copy of the weights, as a message or the server's state holds them."""
+        tensors = {"weights": self.vector.to("cpu", copy=True)}
+        if len(self.counters):
+            tensors["counters"] = self.counters.to("cpu", copy=True)
+        return tensors
+
+    def named(self, tensors: Tensors) -> Tensors:
+        """`weights` and `counters` under the model's own names, for a weights file."""
+        named = {name: tensors["weights"][p.where].view(p.shape) for name, p in self.layout.items()}
+        counters = {name: tensors["counters"][p.where].view(p.shape) for name, p in self.counter_layout.items()}
+        return named | counters
+
+
+def _places(tensors: list[tuple[str, Tensor]]) -> dict[str, Place]:
+    places, start = {}, 0
+    for name, tensor in tensors:
+        places[name] = Place(start, tensor.shape)
+        start += tensor.numel()
+    return places
