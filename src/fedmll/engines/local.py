@@ -1,0 +1,123 @@
+"""The local engine: a federation on one machine. W worker processes with one torch thread and one model object each;
+longest client first; replies in an order that does not depend on W. `workers = 0`: all in the calling process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch._dynamo  # the first optimiser step imports it, two seconds; here once, not in every worker
+from numpy.typing import NDArray
+
+from fedmll.client import EVALUATION_BATCH
+from fedmll.data.dataset import Dataset
+from fedmll.engines.memory import MemoryStore
+from fedmll.engines.pool import Job, Pool
+from fedmll.errors import ConfigError
+from fedmll.federation import Federation
+from fedmll.message import Message, Tensors
+from fedmll.methods import find
+from fedmll.methods.base import Reply
+from fedmll.models.flat import FlatWeights
+
+CHUNK = 4 * EVALUATION_BATCH  # samples of one prediction job
+
+
+class LocalEngine:
+    def __init__(self, federation: Federation, memory_folder: Path) -> None:
+        setting = federation.experiment.engine
+        self.federation = federation
+        self.device = choose_device(setting.device)
+        self.task = federation.task(self.device)
+        self.method = find(federation.experiment.method.name)(self.task)
+        self.model = self.method.model().to(self.device)
+        self.weights = FlatWeights(self.model)
+        self.memory = MemoryStore(memory_folder)
+        self.datasets = {"test": federation.test, "validation": federation.validation}
+        self.bytes_down = self.bytes_up = 0
+        self.peers = federation.peers(self.method)
+        workers = setting.workers
+        if workers == "auto":
+            workers = 0 if self.device.type == "cuda" else len(os.sched_getaffinity(0))
+        self.pool = Pool(self._work, workers) if workers else None
+
+    def start(self) -> Tensors:
+        return self.method.start(self.weights)
+
+    def round(self, state: Tensors, number: int) -> Iterator[Reply]:
+        """Train the round's clients; their replies as a stream, the largest client first."""
+        sizes = self.federation.sizes
+        chosen = [0] if self.method.pooled else self.federation.participants(number).tolist()
+        order = sorted(chosen, key=lambda client: (-sizes[client], client))
+        self.bytes_down = self.bytes_up = 0
+
+        def jobs() -> Iterator[Job]:
+            for client in order:
+                peer = self.peers[client]
+                message = self.method.send(state, peer, number)
+                self.bytes_down += message.nbytes
+                paths = self.memory.paths(client, number)
+                yield Job("train", (client, number, *paths), message, f"client {peer.name} in round {number}")
+
+        for job, reply in self._run(jobs(), state):
+            client = job.arguments[0]
+            self.bytes_up += reply.nbytes
+            self.memory.written(client, number)
+            yield self.peers[client], reply
+
+    def predict(self, state: Tensors, *names: str) -> list[NDArray[np.float32]]:
+        """The global model's probabilities on the `test` and `validation` data, by all workers."""
+        message = self.method.deploy(state)
+        starts = [(name, start) for name in names for start in range(0, len(self.datasets[name]), CHUNK)]
+        jobs = (Job("predict", chunk, message, "the evaluation") for chunk in starts)
+        parts: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names}
+        for job, reply in self._run(jobs, message.tensors):
+            parts[job.arguments[0]].append(reply["scores"].numpy())
+        empty = np.zeros((0, len(self.task.classes)), np.float32)
+        return [np.concatenate(parts[name]) if parts[name] else empty for name in names]
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+    def _run(self, jobs: Iterator[Job], shared: Tensors) -> Iterator[tuple[Job, Message]]:
+        if self.pool is not None:
+            self.pool.share(shared.values())
+            yield from self.pool.run(jobs)
+            return
+        for job in jobs:
+            yield job, self._work(job.kind, job.arguments, job.message)
+
+    # ---- in a worker
+
+    def _work(self, kind: str, arguments: tuple, message: Message) -> Message:
+        return self._train(message, *arguments) if kind == "train" else self._predict(message, *arguments)
+
+    def _train(self, message: Message, index: int, number: int, old: Path | None, new: Path) -> Message:
+        client = self.federation.client(self.peers[index], number, self.method, self.model, self.weights)
+        memory = self.memory.read(old)
+        reply = self.method.train(client, message, memory)
+        self.memory.write(new, memory)
+        return reply
+
+    def _predict(self, message: Message, name: str, start: int) -> Message:
+        self.method.receive(self.weights, message)
+        self.model.eval()
+        data: Dataset = self.datasets[name]
+        scores = []
+        with torch.inference_mode():
+            for first in range(start, min(start + CHUNK, len(data)), EVALUATION_BATCH):
+                raw = self.task.tensor(data.samples(slice(first, min(first + EVALUATION_BATCH, start + CHUNK))))
+                scores.append(self.method.predict(self.model, self.task.inputs(raw)).cpu())
+        return Message({"scores": torch.cat(scores)})
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device = 'cuda', but torch finds no CUDA device here; use --device cpu or auto.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

@@ -1,0 +1,215 @@
+"""Experiment: everything that defines a run, validated before anything starts; TOML in, complete TOML out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedmll import methods
+from fedmll.errors import ConfigError, nearest
+
+M = TypeVar("M", bound=BaseModel)
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+
+class Data(Section):
+    """Which images: a source's name, where it lies and how it is read."""
+
+    name: str = "ml-digits"
+    root: Path | None = None  # the folder (or file) that holds the data; for folder: the images
+    size: Annotated[int, Field(ge=4)] | None = None  # images become size × size; default: as they are
+    layout: Literal["quadrants", "side-by-side", "blend"] = "quadrants"  # of ml-… composites
+    singles: Count | Literal["auto", "all"] = "auto"  # one-label composites a class
+    pairs: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"  # two-label composites a pair of classes
+    top_classes: Count | None = None  # keep only the most frequent classes
+    limit: Count | None = None  # keep only so many training samples (drawn by the seed)
+
+
+class Partition(Section):
+    """Which client has which samples."""
+
+    kind: Literal["iid", "dirichlet", "natural", "labels-per-client"] = "dirichlet"
+    clients: Count | None = None  # default 10; natural: a client a group
+    beta: Annotated[float, Field(gt=0)] = 0.5
+    presence: Share = 1.0  # γ: a client shows at most γC classes
+    outside: Literal["drop", "withhold", "negative"] = "drop"  # a sample that fits no client
+    labels_per_client: Count = 2
+    minimum: Count | None = None  # smallest client; default: one batch, or less if there are too few samples
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share of its samples that a client keeps for validation
+    server: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the training samples that the server holds, unlabelled
+
+
+class Annotation(Section):
+    """Which client annotates which classes; the others are unknown there."""
+
+    kind: Literal["none", "missing", "one-class"] = "none"
+    missing: Annotated[int, Field(ge=0)] = 0  # classes that each client does not annotate
+
+
+class Model(Section):
+    backbone: Literal["auto", "convnet", "resnet18", "mlp", "vit"] = "auto"
+    channels: tuple[int, ...] = (32, 64, 128, 128)  # of convnet's blocks; mlp: its hidden widths
+    norm: Literal["batch", "group"] = "batch"
+    stem: Literal["auto", "cifar", "imagenet"] = "auto"  # of resnet18
+    weights: Path | None = None  # initial weights: .safetensors or .pth (resnet18), a folder (vit)
+
+
+class Training(Section):
+    rounds: Count = 20
+    local_epochs: Count = 1
+    batch_size: Count = 32
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"  # adam and sgd couple weight decay with the gradient
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of sgd
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    clip: Annotated[float, Field(gt=0)] | None = None  # largest gradient norm
+    loss: Literal["bce", "weighted", "asl"] = "bce"
+    augment: Literal["none", "flip", "shift", "crop-flip", "weak", "jitter", "strong"] = "none"
+    keep: Literal["auto", "last", "best"] = "auto"  # the model of the last round, or of the best on validation data
+
+
+class Participation(Section):
+    fraction: Share = 1.0
+    count: Count | None = None  # clients a round; wins over fraction
+    sampling: Literal["uniform", "size"] = "uniform"
+
+
+class Engine(Section):
+    """How it runs here. Nothing in this section changes a result."""
+
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"  # 0: in the calling process
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    checkpoint_every: Count = 1
+    evaluate_every: Count = 1
+
+
+class MethodSection(BaseModel):
+    """The method's name and its own options (`fedmll methods NAME` lists them)."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = "fedavg"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Experiment(Section):
+    seed: Annotated[int, Field(ge=0)] = 0
+    data: Data = Data()
+    partition: Partition = Partition()
+    annotation: Annotation = Annotation()
+    model: Model = Model()
+    method: MethodSection = MethodSection()
+    training: Training = Training()
+    participation: Participation = Participation()
+    engine: Engine = Engine()
+
+    @model_validator(mode="after")
+    def _fill_in(self) -> Experiment:
+        """Write every default out, so that the saved file says all, and refuse what cannot work together."""
+        method = methods.find(self.method.name)
+        options = _validated(method.Options, self.method.options, "method")
+        self.__dict__["method"] = MethodSection(name=self.method.name, **options.model_dump())
+        features = self.data.name.startswith("features:")
+        if self.model.backbone == "auto":
+            self.model.backbone = "mlp" if features else "convnet"
+        if (self.model.backbone == "mlp") != features:
+            raise ConfigError(
+                f"model.backbone = '{self.model.backbone}' does not fit data.name = '{self.data.name}': mlp is for "
+                "feature vectors (features:FILE.npz), the other backbones are for images."
+            )
+        if self.partition.clients is None and self.partition.kind != "natural":
+            self.partition.clients = 10
+        if self.training.keep == "auto":
+            self.training.keep = method.keep
+        clients, count = self.partition.clients, self.participation.count
+        if clients and count and count > clients:
+            raise ConfigError(
+                f"participation.count = {count} is more than partition.clients = {clients}; lower it, or leave it "
+                "out for all clients."
+            )
+        method.check(self)
+        return self
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any]) -> Experiment:
+        """From nested mappings, with errors that name the key and the nearest right one."""
+        return _validated(cls, values)
+
+    @classmethod
+    def load(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> Experiment:
+        return cls.make(merged(read_toml(path), overrides or {}))
+
+    def changed(self, overrides: Mapping[str, Any]) -> Experiment:
+        """The same experiment with some `section.key` values changed. Another method starts from its own options."""
+        values = self.model_dump(exclude_none=True)
+        if overrides.get("method.name", self.method.name) != self.method.name:
+            values["method"] = {}
+            if self.training.keep == methods.find(self.method.name).keep:
+                values["training"]["keep"] = "auto"
+        return self.make(merged(values, overrides))
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(json.loads(self.model_dump_json(exclude_none=True)))
+
+    def fingerprint(self) -> str:
+        """What the result depends on, as a hash: not the engine, and not where the data lies."""
+        values = self.model_dump(mode="json", exclude={"engine": True, "data": {"root"}})
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no experiment file {path}. `fedmll run` without a file uses the defaults."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a TOML file: {error}.") from None
+
+
+def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `section.key` overrides put in."""
+    result: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    for path, value in overrides.items():
+        *sections, key = path.split(".")
+        place = result
+        for name in sections:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"'{path}' cannot be set: '{name}' is a value, not a section.")
+        place[key] = value
+    return result
+
+
+def _validated(model: type[M], values: Mapping[str, Any], prefix: str = "") -> M:
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        problems = [_explain(model, problem, prefix) for problem in error.errors()]
+        raise ConfigError("The experiment is not valid: " + " ".join(problems)) from None
+
+
+def _explain(model: type[BaseModel], problem: Any, prefix: str) -> str:
+    names = [part for part in problem["loc"] if isinstance(part, str)]
+    path = ".".join(filter(None, [prefix, *names]))
+    if problem["type"] == "extra_forbidden":
+        fields: Any = model
+        for name in names[:-1]:
+            fields = fields.model_fields[name].annotation
+        return f"There is no key '{path}'{nearest(names[-1], fields.model_fields)}."
+    return f"{path or 'experiment'}: {problem['msg']} (it is {problem['input']!r})."

@@ -1,0 +1,183 @@
+"""The federation: who has which samples and annotates which classes. Both engines and every command stand on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedmll.client import Client, Peer, Task
+from fedmll.data import annotate, participation, sources
+from fedmll.data.cache import Progress, silent
+from fedmll.data.dataset import UNKNOWN, Dataset, Splits
+from fedmll.data.partition import Partition, partition
+from fedmll.errors import ConfigError
+from fedmll.experiment import Experiment
+from fedmll.methods.base import Method
+from fedmll.models.flat import FlatWeights
+from fedmll.seeding import numpy_generator
+
+
+@dataclass(frozen=True)
+class Federation:
+    experiment: Experiment
+    train: Dataset  # targets as the clients annotate them
+    truth: NDArray[np.int8]  # targets as the source has them
+    test: Dataset
+    validation: Dataset  # the source's own, or what the clients hold out together
+    validation_owner: NDArray[np.int64] | None  # client of each validation sample, where clients hold it out
+    names: tuple[str, ...]
+    samples: tuple[NDArray[np.int64], ...]  # training samples of each client
+    annotated: NDArray[np.bool_]  # (clients, classes)
+    allowed: NDArray[np.bool_]  # (clients, classes): what the partition lets a client show
+    report: dict[str, int]  # samples that the partition's rules touched
+    server: Dataset | None  # samples that the server holds (partition.server)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return np.array([len(rows) for rows in self.samples])
+
+    def task(self, device: torch.device | None = None) -> Task:
+        return Task(
+            self.experiment,
+            self.train.classes,
+            self.train.sample_shape,
+            len(self.names),
+            device or torch.device("cpu"),
+            self.server,
+        )
+
+    def peers(self, method: Method) -> list[Peer]:
+        """The clients as the server knows them."""
+        if method.pooled:
+            return [Peer(0, "pooled", torch.ones(len(self.train.classes), dtype=torch.bool))]
+        owned = torch.from_numpy(self.allowed & self.annotated)
+        return [Peer(index, name, owned[index]) for index, name in enumerate(self.names)]
+
+    def client(self, peer: Peer, round: int, method: Method, model: nn.Module, weights: FlatWeights) -> Client:
+        """A client as its method sees it in one round. A pooled method has one client with everything."""
+        if method.pooled:
+            data = self.train.with_labels(self.truth).subset(np.concatenate(self.samples))
+            return Client(method.task, peer.name, round, data, peer.owned, peer.owned, model, weights)
+        data, annotated = self.train.subset(self.samples[peer.index]), torch.tensor(self.annotated[peer.index])
+        return Client(method.task, peer.name, round, data, annotated, peer.owned, model, weights)
+
+    def participants(self, round: int) -> NDArray[np.int64]:
+        setting = self.experiment.participation
+        return participation.choose(
+            self.sizes,
+            round,
+            self.experiment.seed,
+            fraction=setting.fraction,
+            count=setting.count,
+            sampling=setting.sampling,
+        )
+
+
+def build(experiment: Experiment, progress: Progress = silent) -> Federation:
+    """Load the data and divide it, all from the seed."""
+    splits = _narrowed(experiment, _load(experiment, progress))
+    clients_data, server = _server_share(experiment, splits.train)
+    divided = divide(experiment, clients_data)
+    known = annotate.annotate(
+        experiment.annotation.kind,
+        len(divided.clients),
+        len(splits.train.classes),
+        experiment.seed,
+        missing=experiment.annotation.missing,
+    )
+    labels = divided.labels.copy()
+    for rows, row_known in zip(divided.clients, known, strict=True):
+        labels[rows[:, None], np.flatnonzero(~row_known)[None, :]] = UNKNOWN
+    train = clients_data.with_labels(labels)
+    samples, held_out = _hold_out(experiment, divided)
+    validation, owner = splits.validation, None
+    if validation is None:
+        rows = np.concatenate(held_out)
+        validation, owner = train.subset(rows), np.repeat(np.arange(len(held_out)), [len(h) for h in held_out])
+    return Federation(
+        experiment,
+        train,
+        divided.labels,
+        splits.test,
+        validation,
+        owner,
+        divided.names,
+        samples,
+        known,
+        divided.allowed,
+        divided.report,
+        server,
+    )
+
+
+def _load(experiment: Experiment, progress: Progress) -> Splits:
+    data = experiment.data
+    composition = data.model_dump(include={"layout", "singles", "pairs"})
+    return sources.load(data.name, data.root, data.size, experiment.seed, composition, progress)
+
+
+def _server_share(experiment: Experiment, train: Dataset) -> tuple[Dataset, Dataset | None]:
+    """What is left for the clients, and the server's own samples."""
+    count = int(experiment.partition.server * len(train))
+    if not count:
+        return train, None
+    shuffled = numpy_generator(experiment.seed, "server").permutation(len(train))
+    return train.subset(np.sort(shuffled[count:])), train.subset(np.sort(shuffled[:count]))
+
+
+def divide(experiment: Experiment, train: Dataset) -> Partition:
+    setting = experiment.partition
+    return partition(
+        train.labels,
+        setting.kind,
+        setting.clients,
+        experiment.seed,
+        beta=setting.beta,
+        presence=setting.presence,
+        outside=setting.outside,
+        labels_per_client=setting.labels_per_client,
+        minimum=setting.minimum or _default_minimum(experiment, len(train)),
+        groups=train.groups,
+    )
+
+
+def _default_minimum(experiment: Experiment, samples: int) -> int:
+    """One batch, but never more than half of an even share: the minimum must not undo the skew that was asked for."""
+    clients = experiment.partition.clients or 1
+    return max(1, min(experiment.training.batch_size, samples // (2 * clients)))
+
+
+def _hold_out(
+    experiment: Experiment, divided: Partition
+) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
+    """Each client keeps a share of its samples for validation; a client with too few keeps none."""
+    share, samples, held_out = experiment.partition.holdout, [], []
+    for name, rows in zip(divided.names, divided.clients, strict=True):
+        shuffled = numpy_generator(experiment.seed, "holdout", name).permutation(rows)
+        count = int(share * len(rows))
+        held_out.append(np.sort(shuffled[:count]))
+        samples.append(np.sort(shuffled[count:]))
+    return tuple(samples), held_out
+
+
+def _narrowed(experiment: Experiment, splits: Splits) -> Splits:
+    """`data.top_classes` and `data.limit`."""
+    keep, limit = experiment.data.top_classes, experiment.data.limit
+    train, test, validation = splits.train, splits.test, splits.validation
+    if keep is not None:
+        if keep > len(train.classes):
+            raise ConfigError(
+                f"data.top_classes = {keep}, but {experiment.data.name} has {len(train.classes)} classes."
+            )
+        counts = (train.labels == 1).sum(0)
+        columns = np.sort(np.argsort(-counts, kind="stable")[:keep])
+        train, test = train.only(columns), test.only(columns)
+        validation = None if validation is None else validation.only(columns)
+    if limit is not None and limit < len(train):
+        chosen = numpy_generator(experiment.seed, "limit").permutation(len(train))[:limit]
+        train = train.subset(np.sort(chosen))
+    return Splits(train, test, validation)

@@ -1,0 +1,12 @@
+"""FedAvg — McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017.
+
+Each client minimises the mean binary cross-entropy over all classes, an unknown target counting as absent; the server
+averages: w ← Σ_k (N_k/ΣN) w_k (`weights = "equal"`: 1/K each). All of it is the contract's default.
+"""
+
+from fedmll.methods.base import Method
+
+
+class FedAvg(Method):
+    name = "fedavg"
+    summary = "BCE over all classes, unknown = 0; average by size"

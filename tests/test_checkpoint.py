@@ -1,0 +1,67 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedmll import checkpoint
+from fedmll.checkpoint import Checkpoint
+from fedmll.errors import CheckpointError
+
+
+def make(round: int) -> Checkpoint:
+    return Checkpoint(round, {"weights": torch.full((5,), float(round))}, "abc", {"round": 1.0}, {3: round})
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, make(7))
+    loaded, warnings = checkpoint.load(tmp_path, "abc")
+    assert loaded is not None
+    assert (loaded.round, loaded.best, loaded.memories, warnings) == (7, {"round": 1.0}, {3: 7}, [])
+    assert torch.equal(loaded.state["weights"], torch.full((5,), 7.0))
+
+
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    for round in range(1, 6):
+        checkpoint.save(tmp_path, make(round))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "000004.json", "000004.safetensors", "000005.json", "000005.safetensors",
+    ]  # fmt: skip
+    assert checkpoint.memories(tmp_path) == {(3, 4), (3, 5)}
+
+
+@pytest.mark.parametrize("name", ["000002.safetensors", "000002.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone"])
+def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path: Path, name: str, damage: str) -> None:
+    checkpoint.save(tmp_path, make(1))
+    checkpoint.save(tmp_path, make(2))
+    path = tmp_path / name
+    content = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        content[-3] ^= 1
+        path.write_bytes({"flip": bytes(content), "cut": bytes(content[:-4]), "empty": b""}[damage])
+    loaded, warnings = checkpoint.load(tmp_path, "abc")
+    assert loaded is not None
+    assert loaded.round == 1
+    if (name, damage) != ("000002.json", "gone"):  # without its JSON it never was a checkpoint
+        assert len(warnings) == 1
+        assert "damaged" in warnings[0]
+
+
+def test_changed_facts_are_noticed(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, make(1))
+    path = tmp_path / "000001.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"round": 9}))
+    assert checkpoint.load(tmp_path, "abc")[0] is None
+
+
+def test_another_experiments_checkpoint_is_refused(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, make(1))
+    with pytest.raises(CheckpointError, match="another experiment"):
+        checkpoint.load(tmp_path, "xyz")
+
+
+def test_none_yet(tmp_path: Path) -> None:
+    assert checkpoint.load(tmp_path / "nothing", "abc") == (None, [])
