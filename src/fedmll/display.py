@@ -16,6 +16,8 @@ from fedmll.runner import Observer, Result, Row
 
 console = Console()
 errors = Console(stderr=True)
+if not console.is_terminal:
+    console.width = 200  # a file or a pipe has no width: cut no column
 
 HEADLINES = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "micro_f1", "bacc", "accuracy")
 
@@ -74,7 +76,7 @@ class RunProgress(Observer):
         self.progress.refresh()
 
     def round_done(self, row: Row) -> None:
-        if row.get("macro_auc") is not None and "macro_auc" in row:
+        if "macro_auc" in row:
             self.metric = f", macro AUC {row['macro_auc']:.1f}"
         self.progress.advance(self.bar)
         self.progress.refresh()

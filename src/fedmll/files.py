@@ -24,6 +24,11 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def is_leftover(path: Path) -> bool:
+    """What a process that was killed while writing leaves behind."""
+    return path.name.startswith(".") and path.suffix == ".tmp"
+
+
 def write(path: Path, content: bytes | str) -> None:
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -81,7 +81,7 @@ def run(
         with tempfile.TemporaryDirectory() as folder:
             return replace(_run(experiment, Path(folder), observer, prepared), folder=None)
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(not files.is_leftover(path) for path in out.iterdir())):
         raise ConfigError(
             f"{out} is not empty; nothing was changed. Choose another --out, or go on with the run that is there by "
             f"`fedmll resume {out}`."
@@ -112,6 +112,8 @@ def experiment_in(out: Path, overrides: dict[str, Any] | None = None) -> Experim
 
 def _run(experiment: Experiment, out: Path, observer: Observer, prepared: Federation | None) -> Result:
     with _locked(out), _logging(out) as log:
+        for path in filter(files.is_leftover, out.rglob("*")):
+            path.unlink()
         try:
             result = _Run(experiment, out, observer, log, prepared).go()
         except (FedmllError, KeyboardInterrupt) as error:
@@ -179,6 +181,7 @@ class _Run:
 
         method.records = {}
         state = method.merge(state, watched(), number)
+        method.records |= engine.audit()
         row: Row = {
             "round": number,
             "seconds": 0.0,
@@ -208,7 +211,7 @@ class _Run:
         report = metrics.evaluate(test, data.test.labels, data.test.classes, thresholds)
         values, clients = dict(report.values), None
         if bool(((data.test.labels == 1).sum(1) == 1).all()):
-            values["accuracy"] = metrics.accuracy(test, data.test.labels)[0]
+            values["accuracy"], report.per_class["accuracy"] = metrics.accuracy(test, data.test.labels)
         if len(validation):
             held_out = metrics.evaluate(validation, data.validation.labels, data.validation.classes).values
             values |= {f"val_{name}": held_out[name] for name in ("macro_auc", "map", "macro_f1")}
@@ -316,10 +319,11 @@ def _write_csv(path: Path, columns: dict[str, NDArray[Any]]) -> None:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """One process a run's folder; the lock goes with the process, however it ends."""
+    """One process a run's folder. The lock goes with the process, however it ends; its workers do not inherit it
+    (a record lock: with flock, a worker that outlives a killed parent by a moment would still hold it)."""
     with (out / ".lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(
                 f"Another process is running the experiment in {out}; wait for it or stop it first."

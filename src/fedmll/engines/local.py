@@ -11,12 +11,13 @@ import numpy as np
 import torch
 import torch._dynamo  # the first optimiser step imports it, two seconds; here once, not in every worker
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedmll.client import EVALUATION_BATCH
 from fedmll.data.dataset import Dataset
 from fedmll.engines.memory import MemoryStore
 from fedmll.engines.pool import Job, Pool
-from fedmll.errors import ConfigError
+from fedmll.errors import ConfigError, ReplyRefused
 from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
 from fedmll.methods import find
@@ -39,9 +40,13 @@ class LocalEngine:
         self.datasets = {"test": federation.test, "validation": federation.validation}
         self.bytes_down = self.bytes_up = 0
         self.peers = federation.peers(self.method)
+        self.method.begin(self.peers)
         workers = setting.workers
         if workers == "auto":
             workers = 0 if self.device.type == "cuda" else len(os.sched_getaffinity(0))
+        self.threads = torch.get_num_threads()
+        if not workers and self.device.type == "cpu":
+            torch.set_num_threads(1)  # as in a worker: sums over several threads have other last bits
         self.pool = Pool(self._work, workers) if workers else None
 
     def start(self) -> Tensors:
@@ -64,6 +69,12 @@ class LocalEngine:
 
         for job, reply in self._run(jobs(), state):
             client = job.arguments[0]
+            reason = self.method.refuse(job.message, reply)
+            if reason is not None:
+                raise ReplyRefused(
+                    f"The reply of {job.label} was refused: {reason}. If its training diverged, lower training.lr (now "
+                    f"{self.federation.experiment.training.lr:g}) or set training.clip = 1.0; also look at its data."
+                )
             self.bytes_up += reply.nbytes
             self.memory.written(client, number)
             yield self.peers[client], reply
@@ -79,9 +90,19 @@ class LocalEngine:
         empty = np.zeros((0, len(self.task.classes)), np.float32)
         return [np.concatenate(parts[name]) if parts[name] else empty for name in names]
 
+    def audit(self) -> dict[str, float | Tensor]:
+        """What the method says of its clients' memories beside the truth, which only a simulation has."""
+        data, memory = self.federation, self.memory
+        latest = sorted(memory.latest.items())
+        return self.method.audit(
+            (memory.read(memory.path(*version)), torch.from_numpy(data.truth[data.samples[version[0]]]))
+            for version in latest
+        )
+
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
+        torch.set_num_threads(self.threads)
 
     def _run(self, jobs: Iterator[Job], shared: Tensors) -> Iterator[tuple[Job, Message]]:
         if self.pool is not None:

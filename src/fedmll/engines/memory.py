@@ -16,13 +16,13 @@ class MemoryStore:
         self.folder = folder
         self.latest: dict[int, int] = {}  # client → the round of its newest memory
 
-    def _path(self, client: int, round: int) -> Path:
+    def path(self, client: int, round: int) -> Path:
         return self.folder / f"{client:06d}.{round:06d}.safetensors"
 
     def paths(self, client: int, round: int) -> tuple[Path | None, Path]:
         """The file that the client's memory is in, and the one for its memory after `round`."""
         old = self.latest.get(client)
-        return (None if old is None else self._path(client, old)), self._path(client, round)
+        return (None if old is None else self.path(client, old)), self.path(client, round)
 
     def read(self, path: Path | None) -> Tensors:
         return {} if path is None else load_file(path)
@@ -33,13 +33,13 @@ class MemoryStore:
                 save_file({name: tensor.contiguous() for name, tensor in memory.items()}, temporary)
 
     def written(self, client: int, round: int) -> None:
-        if self._path(client, round).exists():
+        if self.path(client, round).exists():
             self.latest[client] = round
 
     def keep_only(self, versions: set[tuple[int, int]]) -> None:
         """Delete every memory that no checkpoint (and nobody now) refers to."""
         if self.folder.is_dir():
-            wanted = {self._path(*version) for version in versions}
+            wanted = {self.path(*version) for version in versions}
             for path in self.folder.iterdir():
                 if path not in wanted:
                     path.unlink()

@@ -1,0 +1,161 @@
+"""The local engine: the same bits whatever the number of workers; deaths, errors and interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from conftest import small
+
+from fedmll.client import Client
+from fedmll.engines.local import LocalEngine
+from fedmll.errors import ClientError, ConfigError
+from fedmll.experiment import Experiment
+from fedmll.federation import build
+from fedmll.message import Message, Tensors
+from fedmll.methods.base import Method, Reply
+from fedmll.runner import Observer, run
+
+
+class Remembering(Method):
+    """Counts its rounds in the client's memory and sends the count along."""
+
+    name: ClassVar[str] = "test-remembering"
+
+    def finish(self, client: Client, local: dict, reply: Message, memory: Tensors) -> None:
+        memory["rounds"] = memory.get("rounds", torch.zeros(1)) + 1
+        reply.numbers["rounds"] = memory["rounds"].item()
+
+    def merge(self, state: Tensors, replies: Iterable[Reply], round: int) -> Tensors:
+        kept = list(replies)
+        self.records["remembered"] = sum(reply.numbers["rounds"] for _, reply in kept)
+        return super().merge(state, kept, round)
+
+
+class Deadly(Method):
+    """Kills its worker in round 2 at client c001, as the out-of-memory killer does: always, or only at first."""
+
+    name: ClassVar[str] = "test-deadly"
+
+    class Options(Method.Options):
+        flag: str = ""  # a file: die while it does not exist
+        always: bool = False
+
+    options: Options
+
+    def prepare(self, client: Client, message: Message, memory: Tensors) -> dict:
+        flag = Path(self.options.flag)
+        if client.round == 2 and client.name == "c001" and (self.options.always or not flag.exists()):
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().prepare(client, message, memory)
+
+
+class Broken(Method):
+    name: ClassVar[str] = "test-broken"
+
+    def prepare(self, client: Client, message: Message, memory: Tensors) -> dict:
+        raise ValueError("a bug in a method")
+
+
+def weights_of(experiment: Experiment) -> dict[str, torch.Tensor]:
+    return run(experiment).weights
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedavg-pl", "centralized"])
+def test_same_bits_whatever_the_number_of_workers(method: str) -> None:
+    runs = [weights_of(small(method__name=method, engine__workers=w)) for w in (0, 1, 2, 3)]
+    assert all(same(runs[0], other) for other in runs[1:])
+    assert not same(runs[0], weights_of(small(method__name=method, seed=1)))
+
+
+def test_more_clients_than_may_be_held_and_partial_participation() -> None:
+    setting = {"partition__clients": 20, "partition__kind": "iid", "participation__count": 15, "data__limit": 200}
+    one, two = (weights_of(small(**setting, engine__workers=w)) for w in (1, 2))
+    assert same(one, two)
+
+
+def test_memory_stays_with_its_client(tmp_path: Path) -> None:
+    for workers in (0, 2):
+        result = run(
+            small(method__name="test-remembering", training__rounds=3, engine__workers=workers), tmp_path / str(workers)
+        )
+        assert [row["remembered"] for row in result.rows] == [4, 8, 12]  # 4 clients × rounds so far
+        kept = sorted(p.name for p in (tmp_path / str(workers) / "checkpoint" / "memory").iterdir())
+        # what the last two checkpoints refer to, no more
+        assert kept == [f"{client:06d}.{round:06d}.safetensors" for client in range(4) for round in (2, 3)]
+
+
+def test_a_worker_that_dies_is_replaced_and_its_client_tried_again(tmp_path: Path) -> None:
+    undisturbed = weights_of(small(method__name="test-deadly", method__flag=str(tmp_path), engine__workers=2))
+    disturbed = weights_of(small(method__name="test-deadly", method__flag=str(tmp_path / "flag"), engine__workers=2))
+    assert (tmp_path / "flag").exists()
+    assert same(undisturbed, disturbed)
+
+
+def test_a_client_that_kills_its_worker_twice_is_reported_by_name(tmp_path: Path) -> None:
+    experiment = small(
+        method__name="test-deadly", method__flag=str(tmp_path / "f"), method__always=True, engine__workers=2
+    )
+    with pytest.raises(ClientError, match=r"client c001 in round 2 was killed by signal 9"):
+        run(experiment, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoint" / "000001.json").exists()  # what was good stays
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bug_in_a_method_shows_its_traceback(workers: int) -> None:
+    with pytest.raises((RuntimeError, ValueError), match="a bug in a method"):
+        run(small(method__name="test-broken", engine__workers=workers))
+
+
+def test_a_diverging_client_stops_the_run_by_name(tmp_path: Path) -> None:
+    experiment = small(training__optimizer="sgd", training__lr=1e30, engine__workers=2)
+    with pytest.raises(ClientError, match=r"client c00\d became nan in round 1"):
+        run(experiment, tmp_path / "run")
+    assert "stopped" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_no_process_is_left_behind() -> None:
+    class Stop(Observer):
+        def client_done(self, round: int, done: int, total: int) -> None:
+            if round == 2 and done == 1:
+                raise KeyboardInterrupt
+
+    import multiprocessing
+
+    with pytest.raises(KeyboardInterrupt):
+        run(small(engine__workers=2), observer=Stop())
+    assert multiprocessing.active_children() == []
+
+
+def test_predictions_do_not_depend_on_how_they_are_cut(tmp_path: Path) -> None:
+    """Engine predictions equal the model applied to each sample of the test data, in order."""
+    data = build(small(engine__workers=2))
+    engine = LocalEngine(data, tmp_path)
+    try:
+        state = engine.start()
+        (scores,) = engine.predict(state, "test")
+        engine.model.eval()
+        pixels = torch.from_numpy(data.test.store[data.test.rows]).float() / 255
+        with torch.no_grad():
+            expected = torch.sigmoid(engine.model((pixels - 0.5) / 0.5)).numpy()
+        np.testing.assert_allclose(scores, expected, atol=1e-5)
+    finally:
+        engine.close()
+
+
+def test_cuda_is_refused_where_there_is_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        run(small(engine__device="cuda"))

@@ -1,0 +1,217 @@
+"""The command line, as a user types it: output, files, and one paragraph with exit code 2 for every bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SHARED_DATA
+from PIL import Image
+
+from fedmll import cli
+
+QUICK = ["--rounds", "1", "--workers", "0", "--set", "data.limit=120", "--set", "model.channels=[4,8]"]
+
+
+class Said:
+    def __init__(self, code: int, out: str, error: str) -> None:
+        self.code, self.out, self.error = code, out, error
+
+
+@pytest.fixture
+def fedmll(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str | Path) -> Said:
+        monkeypatch.setattr(sys, "argv", ["fedmll", *map(str, words)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as leave:
+            code = int(leave.code or 0)
+        captured = capsys.readouterr()
+        return Said(code, captured.out, captured.err)
+
+    return call
+
+
+def refused(said: Said, *words: str) -> None:
+    """One paragraph on the error stream, exit code 2, no traceback."""
+    assert said.code == 2, said.out + said.error
+    assert said.error.startswith("error: ")
+    assert "Traceback" not in said.error
+    assert len(said.error.strip().splitlines()) == 1
+    for word in words:
+        assert word in said.error, said.error
+
+
+def test_run_and_resume(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    said = fedmll("run", *QUICK, "--method", "fedprox", "--set", "method.mu=0.5", "--seed", 3, "--out", "here")
+    assert said.code == 0, said.error
+    assert "fedprox on ml-digits, round 1" in said.out
+    assert "macro_auc" in said.out
+    assert "results in here" in said.out
+    text = (tmp_path / "here" / "experiment.toml").read_text()
+    assert "mu = 0.5" in text
+    assert "seed = 3" in text
+    again = fedmll("resume", "here", "--workers", "0")
+    assert again.code == 0
+    assert again.out.splitlines()[:8] == said.out.splitlines()[:8]
+
+
+def test_run_from_a_file_with_options_on_top(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "e.toml").write_text('seed = 5\n[method]\nname = "fedavg-pl"\n[training]\nrounds = 9\n')
+    assert fedmll("run", "e.toml", *QUICK).code == 0
+    assert fedmll("run", "e.toml", *QUICK).code == 0  # a new folder each time
+    summaries = sorted((tmp_path / "runs").glob("*/summary.json"))
+    assert [path.parent.name for path in summaries] == ["ml-digits-fedavg-pl-s5", "ml-digits-fedavg-pl-s5-2"]
+    assert json.loads(summaries[0].read_text())["rounds"] == 1
+
+
+def test_compare_makes_tables_and_goes_on_where_it_was(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["compare", *QUICK, "--methods", "fedavg,fedavg:weights=equal,fedprox:mu=1+weights=equal", "--out", "grid"]
+    said = fedmll(*words, "--seeds", "0")
+    assert said.code == 0, said.error
+    first = (tmp_path / "grid" / "fedavg" / "seed-0" / "summary.json").stat().st_mtime_ns
+    said = fedmll(*words, "--seeds", "0,1")
+    assert (tmp_path / "grid" / "fedavg" / "seed-0" / "summary.json").stat().st_mtime_ns == first
+    table = (tmp_path / "grid" / "table.md").read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in table[2:]] == words[words.index("--methods") + 1].split(",")
+    assert "±" in table[2]
+    with (tmp_path / "grid" / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    aucs = [float(r["value"]) for r in rows if (r["method"], r["metric"]) == ("fedavg", "macro_auc")]
+    assert len(aucs) == 2
+    shown = f"{np.mean(aucs):.2f} ± {abs(aucs[0] - aucs[1]) / 2**0.5:.2f}"  # std of two = |a − b| / √2
+    assert shown in table[2]
+    assert shown in said.out
+    refused(
+        fedmll(*words, "--seeds", "0", "--set", "training.lr=0.5"), "holds another experiment", "nothing was changed"
+    )
+
+
+def test_compare_tunes_on_validation_data(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    said = fedmll(
+        "compare", *QUICK, "--methods", "fedavg,fedprox", "--seeds", "0,1", "--tune", "training.lr=1e-6,1e-2",
+        "--rounds", "6", "--set", "data.limit=600", "--set", "partition.holdout=0.3", "--out", "grid",
+    )  # fmt: skip
+    assert said.code == 0, said.error
+    assert said.out.count("lr=0.01") == 2
+    scores = {}
+    for lr in ("1e-06", "0.01"):
+        summary = json.loads(
+            (tmp_path / "grid" / "fedavg" / f"training.lr={lr}" / "seed-0" / "summary.json").read_text()
+        )
+        scores[lr] = summary["metrics"]["val_macro_auc"]
+    assert scores["0.01"] > scores["1e-06"]
+    assert not (tmp_path / "grid" / "fedavg" / "training.lr=1e-06" / "seed-1").exists()  # only the chosen one goes on
+
+
+def test_methods_data_and_help(fedmll) -> None:  # type: ignore[no-untyped-def]
+    assert "fedavg-pl" in fedmll("methods").out
+    one = fedmll("methods", "fedprox").out
+    assert "μ/2" in one
+    assert "mu" in one
+    assert "0.01" in one
+    assert "ml-cifar10" in fedmll("data", "list").out
+    page = fedmll("run", "--help")
+    assert page.code == 0
+    assert "--set" in page.out
+
+
+def test_describe_counts_and_draws(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    said = fedmll("data", "describe", "--clients", "3", "--out", "map.png", "--set", "data.limit=90")
+    assert said.code == 0, said.error
+    assert "c002" in said.out
+    assert Image.open(tmp_path / "map.png").size[0] > 300
+
+
+def make_folder(folder: Path, rows: int = 40) -> list[list[str]]:
+    images = folder / "images"
+    images.mkdir(exist_ok=True)
+    generator = np.random.default_rng(0)
+    table = [["image", "cat", "dog"]]
+    for i in range(rows):
+        Image.fromarray(generator.integers(0, 255, (12, 12, 3), dtype=np.uint8)).save(images / f"{i}.png")
+        table.append([f"{i}.png", str(i % 2), "" if i % 5 == 0 else str(int(i % 3 == 0))])
+    return table
+
+
+def write_csv(path: Path, table: list[list[str]]) -> None:
+    path.write_text("".join(",".join(row) + "\n" for row in table))
+
+
+FOLDER = ["run", "--data", "folder:labels.csv", "--root", "images", "--rounds", "1", "--workers", "0", "--clients", "2"]
+
+
+def test_folder_pack_and_run(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    write_csv(tmp_path / "labels.csv", make_folder(tmp_path))
+    assert fedmll(*FOLDER).code == 0
+    assert fedmll("data", "pack", "labels.csv", "--root", "images", "--out", "all.npz").code == 0
+    said = fedmll("run", "--data", "packed:all.npz", "--rounds", "1", "--workers", "0", "--clients", "2")
+    assert said.code == 0, said.error
+
+
+def test_bad_folders(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    table = make_folder(tmp_path)
+
+    def with_table(changed: list[list[str]]) -> Said:
+        write_csv(tmp_path / "labels.csv", changed)
+        return fedmll(*FOLDER)
+
+    refused(with_table([*table, ["missing.png", "1", "0"]]), "missing.png")
+    (tmp_path / "images" / "torn.png").write_bytes((tmp_path / "images" / "0.png").read_bytes()[:60])
+    refused(with_table([*table, ["torn.png", "1", "0"]]), "torn.png")
+    refused(with_table([*table, ["1.png", "2", "0"]]), "'2'", "cat")
+    refused(with_table([row if i == 0 else [row[0], row[1], "0"] for i, row in enumerate(table)]), "dog")
+    refused(with_table([table[0]]), "labels.csv")
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/summary.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["run", "--data", "cifar10", "--root", "nowhere"], ["nowhere", "cifar-10-batches-py"]),
+        (["run", "--data", "ml-cifar10"], ["--root"]),
+        (["run", "--data", "cifra10"], ["did you mean 'cifar10'"]),
+        (["run", "--method", "fedvg"], ["did you mean 'fedavg'"]),
+        (["run", "--set", "training.lrate=1"], ["training.lrate"]),
+        (["run", "--set", "training.lr"], ["section.key=value"]),
+        (["run", "--clients", "100000"], ["partition.clients"]),
+        (["run", "--set", "partition.presence=0.01"], ["partition.presence"]),
+        (["run", "--set", "annotation.kind=one-class", "--clients", "3"], ["partition.clients"]),
+        (["run", "--set", "training.lr=1e30", "--set", "training.optimizer=sgd", *QUICK], ["client c00", "round 1"]),
+        (["run", "missing.toml"], ["missing.toml"]),
+        (["run", "--device", "tpu"], ["engine.device"]),
+        (["resume", "nothing"], ["nothing"]),
+        (["compare", "--seeds", "a,b"], ["--seeds"]),
+        (["compare", "--tune", "lr=1"], ["--tune"]),
+        (["compare", "--methods", "fedavg:weights"], ["key=value"]),
+        (["compare", "--methods", "fedavg,fedpox"], ["did you mean 'fedprox'"]),
+        (["data", "describe", "--data", "packed:none.npz"], ["none.npz"]),
+    ],
+)
+def test_bad_input_is_one_paragraph_and_code_2(fedmll, words: list[str], named: list[str]) -> None:  # type: ignore[no-untyped-def]
+    refused(fedmll(*words), *named)
+
+
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs ../shared/data")
+@pytest.mark.parametrize(
+    "data", [["ml-cifar10", "--root", str(SHARED_DATA)], [f"packed:{SHARED_DATA / 'coco2014_8k_112.npz'}"]]
+)
+def test_the_real_data_at_hand(fedmll, data: list[str]) -> None:  # type: ignore[no-untyped-def]
+    said = fedmll("run", "--data", *data, "--method", "fedavg", *QUICK, "--set", "data.size=32")
+    assert said.code == 0, said.error
+
+
+def test_an_existing_folder_is_left_alone(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    refused(fedmll("run", *QUICK, "--out", "mine"), "nothing was changed")
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    shutil.rmtree(tmp_path / "mine")
