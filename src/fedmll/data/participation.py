@@ -1,0 +1,56 @@
+"""Which clients take part in a round: a function of the seed and the round alone, whatever ran before."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedmll.data.partition import round_half_up
+from fedmll.errors import ConfigError, nearest
+from fedmll.seeding import numpy_generator
+
+SAMPLING = ("uniform", "size")
+
+
+def choose(
+    sizes: ArrayLike,
+    round: int,
+    seed: int,
+    *,
+    fraction: float | None = None,
+    count: int | None = None,
+    sampling: str = "uniform",
+) -> NDArray[np.int64]:
+    """The clients of a round, sorted. `sizes` is N_k of every client.
+
+    `count` wins over `fraction` (of the clients, rounded half up, at least one); with neither, all take part. `uniform`
+    gives every client the same chance; `size` draws without replacement with probability ∝ N_k.
+    """
+    numbers = np.asarray(sizes, dtype=np.float64)
+    wanted = _how_many(len(numbers), fraction, count)
+    rng = numpy_generator(seed, "participation", round)
+    if sampling == "uniform":
+        return np.sort(rng.choice(len(numbers), wanted, replace=False))
+    if sampling != "size":
+        raise ConfigError(f"participation.sampling = '{sampling}' is unknown{nearest(sampling, SAMPLING)}.")
+    # The largest of log N_k + Gumbel noise are distributed as draws ∝ N_k, one after the other, without replacement.
+    # Clients without data come last.
+    with np.errstate(divide="ignore"):
+        score = np.log(numbers) + rng.gumbel(size=len(numbers))
+    return np.sort(np.argsort(-score, kind="stable")[:wanted])
+
+
+def _how_many(clients: int, fraction: float | None, count: int | None) -> int:
+    if clients == 0:
+        raise ConfigError("There is no client to choose from; partition.clients must be 1 or more.")
+    if count is not None:
+        if not 1 <= count <= clients:
+            raise ConfigError(
+                f"participation.count = {count} is not possible with {clients} clients; use 1 to {clients}."
+            )
+        return count
+    if fraction is None:
+        return clients
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"participation.fraction = {fraction} is not a share of the clients; it must be in (0, 1].")
+    return max(1, round_half_up(fraction, clients))

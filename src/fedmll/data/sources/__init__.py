@@ -1,0 +1,96 @@
+"""Where data comes from. A source is a file here with a SOURCE, and a line in the table below.
+
+`ml-NAME` is the pad-stack composite (fedmll.data.composite) of the single-label source NAME.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedmll.data.cache import Progress, silent
+from fedmll.data.composite import CompositeOptions, compose
+from fedmll.data.dataset import Splits
+from fedmll.data.sources import cifar10, digits, fashion_mnist, features, folder, packed
+from fedmll.data.sources.base import Request, Source
+from fedmll.errors import ConfigError, DataError, nearest
+
+SOURCES: dict[str, Source] = {
+    "digits": digits.SOURCE,
+    "cifar10": cifar10.SOURCE,
+    "fashion-mnist": fashion_mnist.SOURCE,
+    "packed": packed.SOURCE,
+    "folder": folder.SOURCE,
+    "features": features.SOURCE,
+}
+COMPOSITE = "ml-"
+LARGEST_SIZE = 4_096
+
+
+@dataclass(frozen=True)
+class SourceDescription:
+    name: str  # as it is written after --data
+    description: str
+    available: bool  # here and now, or with a file of the user's
+
+
+def load(
+    name: str,
+    root: Path | None = None,
+    size: int | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    progress: Progress = silent,
+    *,
+    require_positives: bool = True,
+) -> Splits:
+    """The data called `name`, e.g. `digits`, `ml-cifar10`, `packed:FILE.npz`, `ml-packed:FILE.npz`, `folder:FILE.csv`.
+
+    size      the side in pixels that images are resized to; of a composite: each source image, before it is placed
+    options   layout, singles and pairs of a composite
+    """
+    kind, _, argument = name.removeprefix(COMPOSITE).partition(":")
+    composed = name.startswith(COMPOSITE)
+    source = _source(name, kind, argument)
+    if size is not None and not 1 <= size <= LARGEST_SIZE:
+        raise ConfigError(f"data.size must be from 1 to {LARGEST_SIZE} pixels; it is {size}.")
+    composition = CompositeOptions.from_mapping(options or {})
+    if not composed and composition != CompositeOptions():
+        raise ConfigError(
+            f"data.layout, data.singles and data.pairs are for composites, and '{name}' is none. Leave them out, or "
+            f"use '{COMPOSITE}{name}'."
+        )
+    splits = source.load(Request(argument, root, size, seed, progress, require_positives))
+    return compose(splits, composition, seed, name, progress) if composed else splits
+
+
+def describe_sources(root: Path | None = None) -> list[SourceDescription]:
+    """Every source for `fedmll data list`; some are available only with the right folder as `root`."""
+    lines = []
+    for name, source in SOURCES.items():
+        argument = f":{source.file}" if source.file else ""
+        available = source.available(root) or source.available(None)
+        lines.append(SourceDescription(name + argument, source.description, available))
+        if source.images:
+            about = f"multi-label composites of {name}: one or two of its images on a canvas"
+            lines.append(SourceDescription(COMPOSITE + name + argument, about, available))
+    return lines
+
+
+def _source(name: str, kind: str, argument: str) -> Source:
+    source = SOURCES.get(kind)
+    if source is None:
+        plain = [known for known, entry in SOURCES.items() if not entry.file]
+        known = [*SOURCES, *(COMPOSITE + entry for entry in plain)]
+        raise DataError(f"There is no data source called '{name}'{nearest(name, known)}")
+    if source.file and not argument:
+        raise DataError(f"'{kind}' needs a file: write {name.partition(':')[0]}:{source.file}.")
+    if name.startswith(COMPOSITE) and not source.images:
+        raise DataError(
+            f"'{name}': composites are made of images, and '{kind}' has none. Use it without '{COMPOSITE}'."
+        )
+    if argument and not source.file:
+        raise DataError(f"'{kind}' takes no file; write '{name.partition(':')[0]}' and give its folder with --root.")
+    return source

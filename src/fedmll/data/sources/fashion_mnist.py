@@ -1,0 +1,75 @@
+"""`fashion-mnist`: the four idx files, gzipped or not. Debian's package `dataset-fashion-mnist` is found by itself."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedmll.data.dataset import Dataset, Splits
+from fedmll.data.decode import resized
+from fedmll.data.sources.base import Request, Source, data_missing
+from fedmll.data.targets import one_hot
+from fedmll.errors import DataError
+
+CLASSES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+TRAIN, TEST = "train", "t10k"
+IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+
+
+def load(request: Request) -> Splits:
+    folder = request.root or DEBIAN
+    if not available(request.root):
+        raise data_missing(
+            "fashion-mnist",
+            folder,
+            f"{', '.join(f'{part}-{kind}.gz' for part in (TRAIN, TEST) for kind in (IMAGES, LABELS))}",
+            "Debian and Ubuntu: apt install dataset-fashion-mnist. Elsewhere: the four files of "
+            "https://github.com/zalandoresearch/fashion-mnist in one folder, given with --root.",
+        )
+    return Splits(_dataset(folder, TRAIN, request), _dataset(folder, TEST, request))
+
+
+def available(root: Path | None) -> bool:
+    folder = root or DEBIAN
+    return all(_file(folder, part, kind).is_file() for part in (TRAIN, TEST) for kind in (IMAGES, LABELS))
+
+
+def _file(folder: Path, part: str, kind: str) -> Path:
+    zipped = folder / f"{part}-{kind}.gz"
+    return zipped if zipped.is_file() else folder / f"{part}-{kind}"
+
+
+def _dataset(folder: Path, part: str, request: Request) -> Dataset:
+    images, labels = (_read_idx(_file(folder, part, kind)) for kind in (IMAGES, LABELS))
+    if images.ndim != 3 or labels.shape != (len(images),):
+        raise DataError(
+            f"'{folder}': the {part} images have the shape {images.shape} and the labels {labels.shape}; N images and "
+            "N labels are needed. Are the files from two datasets?"
+        )
+    store = resized(images[:, None], request.size, request.progress)
+    return Dataset(store, one_hot(labels.astype(np.int64), len(CLASSES), f"'{folder}'"), CLASSES)
+
+
+def _read_idx(file: Path) -> NDArray[np.uint8]:
+    """An idx file: two zero bytes, 8 for uint8, the number of dimensions, their sizes (big-endian), then the values."""
+    try:
+        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        if content[:3] != b"\0\0\x08":
+            raise ValueError("it does not begin like one")
+        dimensions = content[3]
+        shape = np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)
+        return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions).reshape(tuple(map(int, shape)))
+    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
+        raise DataError(f"'{file}' is not a complete idx file of bytes ({error}). Get it again.") from None
+
+
+SOURCE = Source(
+    description="Fashion-MNIST, 28×28 grey, 70,000 images, 10 classes, one label each; --root DIR or Debian's package",
+    load=load,
+    available=available,
+)

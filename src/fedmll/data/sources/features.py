@@ -1,0 +1,65 @@
+"""`features:FILE.npz`: vectors instead of images: x_train, x_test (N, D), y_train, y_test (N, C) or class numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedmll.data.dataset import Dataset, Splits
+from fedmll.data.sources.base import Request, Source
+from fedmll.data.sources.npz import class_names, read_npz
+from fedmll.data.targets import check_classes, check_positives, three_valued
+from fedmll.errors import ConfigError, DataError
+
+
+def load(request: Request) -> Splits:
+    file = request.file()
+    if request.size is not None:
+        raise ConfigError(
+            f"data.size = {request.size}: '{file}' has feature vectors, which have no size. Leave it out."
+        )
+    arrays = read_npz(file, ("x_train", "y_train", "x_test", "y_test"), ("classes",))
+    classes = class_names(arrays, _class_count(arrays["y_train"], arrays["y_test"]))
+    check_classes(classes, f"'{file}'")
+    train, test = (_dataset(arrays, part, classes, file) for part in ("train", "test"))
+    if train.sample_shape != test.sample_shape:
+        raise DataError(
+            f"'{file}': training vectors have {train.sample_shape[0]} numbers and test vectors {test.sample_shape[0]}; "
+            "they must have the same."
+        )
+    if request.require_positives:
+        check_positives(train, f"'{file}'")
+    return Splits(train, test)
+
+
+def _class_count(*labels: NDArray[Any]) -> int:
+    return max(array.shape[1] if array.ndim == 2 else int(array.max(initial=0)) + 1 for array in labels)
+
+
+def _dataset(arrays: dict[str, NDArray[Any]], part: str, classes: tuple[str, ...], file: Path) -> Dataset:
+    vectors, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
+    if vectors.ndim != 2 or vectors.dtype.kind not in "fiu" or len(vectors) == 0 or len(vectors) != len(labels):
+        raise DataError(
+            f"'{file}': x_{part} must be numbers of shape (N, D) with N ≥ 1 rows in y_{part}; it is {vectors.dtype} "
+            f"{vectors.shape} with {len(labels)} rows of labels."
+        )
+    vectors = vectors.astype(np.float32, copy=False)
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if len(bad):
+        raise DataError(
+            f"'{file}': {len(bad)} vectors of x_{part} hold NaN or infinite numbers (the first: row {bad[0]}). "
+            "Replace them."
+        )
+    return Dataset(vectors, three_valued(labels, classes, f"'{file}', y_{part}"), classes)
+
+
+SOURCE = Source(
+    description="your feature vectors and labels in one file",
+    load=load,
+    available=lambda root: True,
+    file="FILE.npz",
+    images=False,
+)

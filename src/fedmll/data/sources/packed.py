@@ -1,0 +1,89 @@
+"""`packed:FILE.npz`: images and labels in one file; `fedmll data pack` writes it (its arrays: see fedmll.data.pack).
+
+Also read: `is_test` (booleans) instead of `split`, and `labels` of one class number a sample. Without either the split
+is drawn from the seed. The groups of the samples are the first of `client`, `patient` and `patient_id` that it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedmll.data.dataset import Dataset, Splits
+from fedmll.data.decode import EncodedImages, decoded_images
+from fedmll.data.sources.base import Request, Source
+from fedmll.data.sources.npz import class_names, read_npz
+from fedmll.data.targets import TEST, check_classes, splits_of, three_valued
+from fedmll.errors import DataError
+
+GROUPS = ("client", "patient", "patient_id")
+
+
+def load(request: Request) -> Splits:
+    file = request.file()
+    where = f"'{file}'"
+    arrays = read_npz(file, ("offset", "labels", "classes"), ("split", "is_test", "name", *GROUPS))
+    classes = class_names(arrays, 0)
+    check_classes(classes, where)
+    labels = three_valued(arrays["labels"], classes, where)
+    _check_lengths(arrays, len(labels), where)
+    store = decoded_images(_key(file, arrays["offset"]), lambda: _encoded(file, arrays), request.size, request.progress)
+    groups = next((arrays[name].astype(str) for name in GROUPS if name in arrays), None)
+    return splits_of(
+        Dataset(store, labels, classes, groups=groups), _split(arrays), request.seed, where, request.require_positives
+    )
+
+
+def _split(arrays: dict[str, NDArray[Any]]) -> NDArray[np.integer] | None:
+    if "split" in arrays:
+        return arrays["split"].astype(np.int64)
+    return arrays["is_test"].astype(bool) * TEST if "is_test" in arrays else None
+
+
+def _check_lengths(arrays: dict[str, NDArray[Any]], samples: int, where: str) -> None:
+    expected = dict.fromkeys(arrays, samples) | {"offset": samples + 1, "classes": len(arrays["classes"])}
+    for name, length in expected.items():
+        if len(arrays[name]) != length:
+            raise DataError(f"{where}: '{name}' has {len(arrays[name])} entries where {samples} samples need {length}.")
+    if samples == 0:
+        raise DataError(f"{where} holds no images.")
+
+
+def _key(file: Path, offset: NDArray[np.integer]) -> str:
+    """The contents of the images, read in a stream: when they are in the cache they need not fit into memory."""
+    try:
+        with zipfile.ZipFile(file) as archive, archive.open("jpeg.npy") as jpegs:
+            digest = hashlib.file_digest(jpegs, "sha256")  # type: ignore[arg-type]
+    except KeyError:
+        raise DataError(f"'{file}' has no array 'jpeg': it holds labels without images.") from None
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"The images of '{file}' cannot be read ({error}). Copy the file again.") from None
+    digest.update(offset.astype(np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _encoded(file: Path, arrays: dict[str, NDArray[Any]]) -> EncodedImages:
+    jpeg, offset = read_npz(file, ("jpeg",))["jpeg"], arrays["offset"]
+    if offset[0] != 0 or offset[-1] != len(jpeg) or (np.diff(offset) <= 0).any():
+        raise DataError(
+            f"'{file}': 'offset' must rise from 0 to {len(jpeg)}, the length of 'jpeg'. Pack the images again."
+        )
+    names = arrays.get("name")
+
+    def name(position: int) -> str:
+        return f"image {position} of '{file}'" + (f", '{names[position]}'" if names is not None else "")
+
+    return EncodedImages(len(offset) - 1, lambda i: jpeg[offset[i] : offset[i + 1]].tobytes(), name)
+
+
+SOURCE = Source(
+    description="your images and labels packed into one file by `fedmll data pack`",
+    load=load,
+    available=lambda root: True,
+    file="FILE.npz",
+)

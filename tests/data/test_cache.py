@@ -1,0 +1,276 @@
+"""The image cache: built once, by one process, completely; and what Pillow's files become."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedmll.data import cache
+from fedmll.data.decode import EncodedImages, decode_image, decoded_images, resized
+from fedmll.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDMLL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def encode(pixels: np.ndarray, kind: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, kind)
+    return stream.getvalue()
+
+
+def images_of(files: list[bytes]) -> EncodedImages:
+    return EncodedImages(len(files), files.__getitem__, lambda position: f"image {position}")
+
+
+def random_pixels(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8)
+
+
+# --- what is decoded
+
+
+def test_colour_png_is_stored_exactly_channels_first() -> None:
+    pixels = random_pixels(7, 20, 30, 3)
+    store = decoded_images("key", lambda: images_of([encode(image) for image in pixels]), None)
+    assert isinstance(store, np.memmap)
+    assert np.array_equal(store, pixels.transpose(0, 3, 1, 2))
+
+
+def test_all_grey_gives_one_channel_and_one_colour_image_gives_three() -> None:
+    grey, colour = random_pixels(20, 30), random_pixels(20, 30, 3)
+    assert decoded_images("grey", lambda: images_of([encode(grey)] * 2), None).shape == (2, 1, 20, 30)
+    mixed = decoded_images("mixed", lambda: images_of([encode(grey), encode(colour)]), None)
+    assert np.array_equal(mixed[0], np.stack([grey] * 3))
+    assert np.array_equal(mixed[1], colour.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("sides", "size", "expected"),
+    [
+        ([(40, 40), (40, 40)], None, (40, 40)),
+        ([(128, 100), (128, 100)], None, (128, 100)),
+        ([(129, 129), (129, 129)], None, (112, 112)),
+        ([(40, 40), (40, 41)], None, (112, 112)),
+        ([(40, 40), (30, 60)], 16, (16, 16)),
+    ],
+)
+def test_the_size_is_native_if_small_and_common(
+    sides: list[tuple[int, int]], size: int | None, expected: tuple[int, int]
+) -> None:
+    files = [encode(random_pixels(*side)) for side in sides]
+    assert decoded_images("key", lambda: images_of(files), size).shape[2:] == expected
+
+
+def test_resizing_is_pillows_bilinear() -> None:
+    pixels = random_pixels(40, 50, 3)
+    expected = np.asarray(Image.fromarray(pixels).resize((16, 16), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    store = decoded_images("key", lambda: images_of([encode(pixels)]), 16)
+    assert np.array_equal(store[0], expected)
+    assert np.array_equal(resized(pixels.transpose(2, 0, 1)[None], 16)[0], expected)
+
+
+def test_resizing_to_the_same_size_copies_nothing() -> None:
+    images = random_pixels(2, 3, 16, 16)
+    assert resized(images, 16) is images
+    assert resized(images, None) is images
+
+
+def test_16_bit_images_are_scaled_not_clipped() -> None:
+    deep = np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=np.uint16)
+    assert decode_image(encode(deep), 1, 2, 3).tolist() == [[[0, 0, 1], [128, 255, 255]]]
+
+
+def test_progress_counts_every_image() -> None:
+    calls: list[tuple[int, int, str]] = []
+    files = [encode(random_pixels(4, 4))] * 600
+    decoded_images("key", lambda: images_of(files), None, lambda *call: calls.append(call))
+    decoding = [(done, total) for done, total, what in calls if what == "decoding images"]
+    assert decoding == [(256, 600), (512, 600), (600, 600)]
+
+
+def test_unreadable_images_are_named_up_to_five(cache_folder: Path) -> None:
+    good = encode(random_pixels(8, 8))
+    files = [good, b"no image", *[good[:-30]] * 6]
+    with pytest.raises(DataError) as error:
+        decoded_images("key", lambda: images_of(files), None)
+    assert "image 1 (not an image that Pillow knows)" in str(error.value)
+    truncated = [*[good] * 3, *[encode(random_pixels(64, 64), "JPEG")[:600]] * 7]
+    with pytest.raises(DataError) as error:
+        decoded_images("key", lambda: images_of(truncated), 8)
+    text = str(error.value)
+    assert "7 of 10 images" in text
+    assert "image 3 (" in text
+    assert "image 7 (" in text
+    assert "image 8 (" not in text
+    assert "and 2 more" in text
+    assert not list(cache_folder.glob("*.npy"))
+    assert not list(cache_folder.glob(".*.tmp"))
+
+
+def test_32_bit_images_are_refused_with_what_to_do() -> None:
+    stream = io.BytesIO()
+    Image.fromarray(np.ones((4, 4), np.float32)).save(stream, "TIFF")
+    with pytest.raises(DataError, match=r"image 0 .*32-bit.*8 or 16 bits"):
+        decoded_images("key", lambda: images_of([stream.getvalue()]), None)
+
+
+# --- the cache itself
+
+
+def test_what_is_there_is_not_made_again(cache_folder: Path) -> None:
+    pixels = random_pixels(3, 8, 8)
+    first = decoded_images("key", lambda: images_of([encode(image) for image in pixels]), None)
+
+    def must_not_be_called() -> EncodedImages:
+        raise AssertionError("decoded twice")
+
+    again = decoded_images("key", must_not_be_called, None)
+    assert np.array_equal(first, again)
+    assert len(list(cache_folder.glob("*.npy"))) == 1
+
+
+def test_keys_tell_contents_types_and_shapes_apart() -> None:
+    numbers = np.arange(6, dtype=np.uint8)
+    keys = [
+        cache.content_key("a", "bc"),
+        cache.content_key("ab", "c"),
+        cache.content_key(numbers),
+        cache.content_key(numbers.reshape(2, 3)),
+        cache.content_key(numbers.astype(np.int16)),
+        cache.content_key(numbers[::-1]),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert cache.content_key(numbers.reshape(2, 3).T) == cache.content_key(np.array([[0, 3], [1, 4], [2, 5]], np.uint8))
+
+
+def test_a_mapped_store_is_known_by_its_name_and_one_in_memory_by_its_contents(cache_folder: Path) -> None:
+    store = cache.cached("thename", lambda: ((1, 1, 2, 2), lambda images: images.fill(7)))
+    assert cache.store_key(store) == "thename"
+    assert cache.store_key(np.array(store)) == cache.content_key(np.full((1, 1, 2, 2), 7, np.uint8))
+
+
+def test_large_arrays_are_mapped_and_small_ones_are_not(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "RAM_LIMIT", 100)
+
+    def fill(images: np.ndarray) -> None:
+        images[:] = 3
+
+    small = cache.in_ram_or_cached(lambda: "small", (1, 1, 10, 10), fill)
+    large = cache.in_ram_or_cached(lambda: "large", (1, 1, 10, 11), fill)
+    assert not isinstance(small, np.memmap)
+    assert isinstance(large, np.memmap)
+    assert small.min() == large.min() == 3
+    assert [path.name for path in cache_folder.glob("*.npy")] == ["large.npy"]
+
+
+def test_a_damaged_file_is_made_again(cache_folder: Path) -> None:
+    def prepare() -> tuple[cache.Shape, cache.Fill]:
+        return (2, 1, 50, 50), lambda images: images.fill(9)
+
+    cache.cached("key", prepare)
+    file = cache_folder / "key.npy"
+    os.truncate(file, 1000)
+    assert cache.cached("key", prepare).min() == 9
+    file.write_bytes(b"")
+    assert cache.cached("key", prepare).min() == 9
+
+
+def test_a_failing_build_leaves_nothing_behind(cache_folder: Path) -> None:
+    def fail(images: np.ndarray) -> None:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        cache.cached("key", lambda: ((1, 1, 2, 2), fail))
+    assert [path.name for path in cache_folder.iterdir()] == ["key.lock"]
+
+
+def test_too_little_room_is_said_before_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1))
+    with pytest.raises(DataError, match=r"need .* MB.*FEDMLL_CACHE"):
+        cache.cached("key", lambda: ((1, 1, 2, 2), lambda images: None))
+
+
+def test_a_cache_that_is_no_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FEDMLL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="FEDMLL_CACHE"):
+        cache.cached("key", lambda: ((1, 1, 2, 2), lambda images: None))
+
+
+BUILDER = """
+import os, signal, sys, time
+import numpy as np
+from fedmll.data.cache import cached
+
+def fill(images):
+    with open(sys.argv[1], "a") as log:
+        log.write("built\\n")
+    for value in range(len(images)):
+        time.sleep(0.02)
+        images[value] = value
+        if "die" in sys.argv and value == 10:
+            images.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+store = cached("key", lambda: ((30, 1, 100, 100), fill))
+assert all((store[value] == value).all() for value in range(30)), "incomplete"
+"""
+
+
+def start_builder(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    script = textwrap.dedent(BUILDER)
+    return subprocess.Popen([sys.executable, "-c", script, str(log), *arguments])
+
+
+def test_processes_that_start_together_build_once(tmp_path: Path, cache_folder: Path) -> None:
+    log = tmp_path / "log"
+    builders = [start_builder(log) for _ in range(3)]
+    for builder in builders:
+        builder.communicate(timeout=60)
+    assert [builder.returncode for builder in builders] == [0, 0, 0], "each found every image complete"
+    assert log.read_text() == "built\n"
+
+
+def test_a_process_says_that_it_waits_for_another(tmp_path: Path, cache_folder: Path) -> None:
+    cache_folder.mkdir()
+    with (cache_folder / "key.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said: list[str] = []
+
+        def show(done: int, total: int, what: str) -> None:
+            said.append(what)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # the other process is done
+
+        cache.cached("key", lambda: ((1, 1, 2, 2), lambda images: images.fill(1)), show, "decoding images")
+    assert said == ["decoding images: waiting for another process that does the same"]
+
+
+def test_a_killed_builder_leaves_nothing_that_is_taken_for_good(tmp_path: Path, cache_folder: Path) -> None:
+    log = tmp_path / "log"
+    killed = start_builder(log, "die")
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (cache_folder / "key.npy").exists()
+    assert len(list(cache_folder.glob(".key.npy.*.tmp"))) == 1, "the killed builder was in the middle of writing"
+    next_one = start_builder(log)
+    next_one.communicate(timeout=60)
+    assert next_one.returncode == 0
+    assert log.read_text() == "built\nbuilt\n"
+    assert not list(cache_folder.glob(".key.npy.*.tmp")), "what the killed one left is removed"

@@ -1,0 +1,98 @@
+"""Participation: who takes part in a round."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedmll.data.participation import choose
+from fedmll.errors import ConfigError
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 1000), min_size=1, max_size=60),
+    share=st.floats(0.001, 1),
+    sampling=st.sampled_from(["uniform", "size"]),
+    round=st.integers(0, 1000),
+)
+def test_distinct_clients_in_order_as_many_as_asked(sizes: list[int], share: float, sampling: str, round: int) -> None:
+    chosen = choose(sizes, round, 7, fraction=share, sampling=sampling)
+    assert abs(len(chosen) - max(1, share * len(sizes))) <= 0.5
+    assert (np.diff(chosen) > 0).all()
+    assert chosen[0] >= 0 and chosen[-1] < len(sizes)
+    assert (chosen == choose(sizes, round, 7, fraction=share, sampling=sampling)).all()
+
+
+def test_how_many() -> None:
+    sizes = [5] * 50
+    assert len(choose(sizes, 1, 0)) == 50
+    assert len(choose(sizes, 1, 0, fraction=0.001)) == 1
+    assert len(choose(sizes, 1, 0, fraction=0.29)) == 15  # 14.5, half up
+    assert len(choose(sizes, 1, 0, fraction=0.1, count=7)) == 7  # count wins
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "size"])
+def test_seed_and_round_decide(sampling: str) -> None:
+    sizes = np.arange(1, 101)
+    picks = {
+        (seed, r): tuple(choose(sizes, r, seed, count=10, sampling=sampling)) for seed in (0, 1) for r in range(20)
+    }
+    assert len(set(picks.values())) == 40
+
+
+def test_uniform_gives_all_the_same_chance() -> None:
+    sizes = [1, 10, 100, 1000, 10_000]
+    rounds = 4_000
+    counts = np.bincount(np.concatenate([choose(sizes, r, 0, count=2) for r in range(rounds)]), minlength=5)
+    assert np.allclose(counts / rounds, 0.4, atol=0.04)  # five standard deviations
+
+
+def test_size_gives_chances_in_proportion() -> None:
+    sizes = np.array([10, 20, 30, 40])
+    rounds = 4_000
+    counts = np.bincount(np.concatenate([choose(sizes, r, 0, count=1, sampling="size") for r in range(rounds)]))
+    assert np.allclose(counts / rounds, sizes / 100, atol=0.04)
+
+
+def test_size_draws_one_after_the_other_without_replacement() -> None:
+    sizes = np.array([10.0, 20, 30, 40])
+    share = sizes / 100
+    expected = np.zeros(4)
+    for first, second in itertools.permutations(range(4), 2):
+        expected[[first, second]] += share[first] * share[second] / (1 - share[first])
+    rounds = 4_000
+    counts = np.bincount(np.concatenate([choose(sizes, r, 0, count=2, sampling="size") for r in range(rounds)]))
+    assert np.allclose(counts / rounds, expected, atol=0.04)
+    assert abs(expected - 2 * share).max() > 0.04  # the test would see draws with replacement
+
+
+def test_clients_without_data_come_last() -> None:
+    for round in range(20):
+        assert choose([0, 3, 0, 5], round, 0, count=2, sampling="size").tolist() == [1, 3]
+    assert len(choose([0, 3, 0, 5], 0, 0, count=3, sampling="size")) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"count": 0}, "participation.count = 0"),
+        ({"count": 4}, "use 1 to 3"),
+        ({"fraction": 0.0}, "participation.fraction"),
+        ({"fraction": 1.01}, "participation.fraction"),
+        ({"sampling": "sizes"}, "did you mean 'size'?"),
+    ],
+)
+def test_what_is_impossible_is_refused(options: dict[str, object], hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose([1, 2, 3], 0, 0, **options)  # type: ignore[arg-type]
+    assert hint in str(error.value) and "\n" not in str(error.value)
+
+
+def test_no_clients_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no client"):
+        choose([], 0, 0)
