@@ -1,4 +1,4 @@
-"""Small real federations for the tests: scikit-learn's digits as composites, in the caches of this test session only."""
+"""Small real federations for the tests: scikit-learn's digits as composites, with caches of this test session only."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def test_fedprox_without_its_penalty_is_fedavg_and_with_it_stays_nearer() -> Non
     strong = run(small(method__name="fedprox", method__mu=100.0, training__optimizer="sgd", training__lr=0.01)).weights
     free = run(small(method__name="fedprox", method__mu=0.0, training__optimizer="sgd", training__lr=0.01)).weights
     assert all(torch.equal(plain[name], off[name]) for name in plain)
-    start = {n: p for n, p in find("fedavg")(build(small()).task()).model().named_parameters()}
-    moved = [sum(float((w[n] - start[n]).norm()) for n in start) for w in (strong, free)]
+    start = dict(find("fedavg")(build(small()).task()).model().named_parameters())
+    moved = [sum((w[n] - start[n]).norm().item() for n in start) for w in (strong, free)]
     assert moved[0] < 0.7 * moved[1]
 
 
@@ -97,7 +97,7 @@ def test_fedavg_round_by_hand(tmp_path: Path) -> None:
     result = run(experiment).weights
     engine = LocalEngine(data, tmp_path)
     try:
-        start, weighted = engine.start(), {name: 0.0 for name in result}
+        start, weighted = engine.start(), dict.fromkeys(result, 0.0)
         for peer in engine.peers:
             client = data.client(peer, 1, engine.method, engine.model, engine.weights)
             engine.weights.load(start)
@@ -133,6 +133,7 @@ def test_weighted_mean_of_nothing_is_refused() -> None:
         (Message({"weights": torch.zeros(2)}), r"\(2,\), not"),
         (Message({"weights": torch.zeros(3, dtype=torch.float64)}), "float64"),
         (Message({"weights": torch.tensor([1.0, float("nan"), 0.0])}), "NaN or infinite"),
+        (Message({"weights": torch.full((3,), 1e3)}), "norm 1.73e"),
         (Message({"weights": torch.zeros(3)}, {"samples": float("inf")}), "not finite"),
         (Message({"weights": torch.zeros(3)}, {"samples": 5.0}), None),
     ],

@@ -10,7 +10,7 @@ What travels is a Message: named tensors and named numbers. A method does not kn
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -26,6 +26,9 @@ from fedmll.seeding import derive
 if TYPE_CHECKING:
     from fedmll.client import Batch, Client, Peer, Task
     from fedmll.experiment import Experiment
+    from fedmll.models.backbones import Backbone
+
+LARGEST_GROWTH = 20  # a reply whose norm is this many times that of what was sent is no honest round of training
 
 Local = dict[str, Any]  # what a method computes once a round at a client
 Reply = tuple["Peer", Message]  # a client and what it sent
@@ -56,12 +59,18 @@ class Method:
     # ---- the network
 
     def model(self) -> nn.Module:
-        from fedmll.models.backbones import Classifier, build_backbone
+        from fedmll.models.backbones import build_backbone
 
         backbone = build_backbone(self.task.experiment.model, self.task.sample_shape, self.task.seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.task.seed, "head"))
-            return Classifier(backbone, len(self.task.classes))
+            return self.network(backbone)
+
+    def network(self, backbone: Backbone) -> nn.Module:
+        """What this method trains on top of the backbone; its initial weights come from the experiment's seed."""
+        from fedmll.models.backbones import Classifier
+
+        return Classifier(backbone, len(self.task.classes))
 
     def receive(self, weights: FlatWeights, message: Message) -> None:
         """Put what the server sent into the model."""
@@ -72,6 +81,9 @@ class Method:
         return torch.sigmoid(model(images))
 
     # ---- the server
+
+    def begin(self, peers: Sequence[Peer]) -> None:
+        """Before the first round of a run or of its resumption: refuse (ConfigError) clients it cannot work with."""
 
     def start(self, weights: FlatWeights) -> Tensors:
         """The server's state before round 1."""
@@ -98,6 +110,11 @@ class Method:
     def refuse(self, sent: Message, reply: Message) -> str | None:
         """Why a reply cannot be accepted, or None. By default it must look like what was sent."""
         return refuse_unlike(sent.tensors, reply)
+
+    def audit(self, memories: Iterable[tuple[Tensors, Tensor]]) -> dict[str, float | Tensor]:
+        """More records. Only a simulation calls this: it alone knows the true targets (samples, classes) of a client
+        beside what the client remembers. Nothing of it goes back to a client or into the state."""
+        return {}
 
     # ---- the client
 
@@ -203,8 +220,12 @@ def refuse_unlike(expected: Tensors, reply: Message) -> str | None:
         like = expected[name]
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
             return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {like.dtype} {tuple(like.shape)}"
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            return f"{name} holds NaN or infinite values"
+        if tensor.is_floating_point():
+            if not bool(torch.isfinite(tensor).all()):
+                return f"{name} holds NaN or infinite values"
+            norm, limit = float(tensor.norm()), LARGEST_GROWTH * (1 + float(like.norm()))
+            if norm > limit:
+                return f"{name} has the norm {norm:.3g}, {LARGEST_GROWTH} times what was sent would be {limit:.3g}"
     if not all(math.isfinite(number) for number in reply.numbers.values()):
         return "one of its numbers is not finite"
     return None
