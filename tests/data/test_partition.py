@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from fedmll.data import partition as module
+from fedmll.data import deal as dealing
 from fedmll.data.partition import Partition, partition, round_half_up
 from fedmll.errors import ConfigError, DataError
+from fedmll.seeding import numpy_generator
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
+NAMES = ("c000", "c001", "c002")
 Labels = NDArray[np.int8]
 quick = settings(max_examples=40, deadline=None)
 few = settings(max_examples=8, deadline=None)
@@ -154,15 +156,16 @@ def test_dirichlet_on_any_labels(
         labels[~(labels == 1).any(axis=1), data_seed % classes] = 1
     before = labels.copy()
     minimum = max(1, int(fullness * (samples // clients)))
-    options = {"beta": beta, "presence": presence, "outside": outside}
     try:
-        result = partition(labels, "dirichlet", clients, seed, minimum=minimum, **options)
+        result = partition(
+            labels, "dirichlet", clients, seed, beta=beta, presence=presence, outside=outside, minimum=minimum
+        )
     except ConfigError as error:
         # It may only give up where it is truly impossible. The allowed sets do not depend on the minimum.
         assert "partition.minimum" in str(error)
-        combinations = module._combinations(labels)
-        rng = module.numpy_generator(seed, "partition", "dirichlet", "allowed")
-        allowed = module._draw_allowed(combinations, clients, most, rng)
+        combinations = dealing.combinations_of(labels)
+        rng = numpy_generator(seed, "partition", "dirichlet", "allowed")
+        allowed = dealing.draw_allowed(combinations, clients, most, rng)
         assert not can_be_met(labels, allowed, outside, minimum)
         return
     check_restricted(labels, result, most, outside, minimum)
@@ -281,7 +284,7 @@ def test_proportions_have_the_variance_of_a_dirichlet() -> None:
     """Var = (1/K)(1 − 1/K)/(Kβ + 1), mean 1/K: over 20,000 classes, for β from skewed to even."""
     allowed = np.ones((5, 20_000), dtype=bool)
     for beta in (0.05, 0.5, 5.0):
-        share = np.exp(module._dirichlet(allowed, beta, np.random.default_rng(0)))
+        share = np.exp(dealing.dirichlet(allowed, beta, np.random.default_rng(0)))
         assert np.allclose(share.sum(axis=0), 1)
         assert np.allclose(share.mean(axis=1), 0.2, atol=0.01)
         assert np.allclose(share.var(axis=1), 0.16 / (5 * beta + 1), rtol=0.06)
@@ -363,17 +366,17 @@ def test_small_clients_are_filled_up() -> None:
     check_restricted(labels, full, 4, "drop", 30)
 
 
-def a_b_deal(b_samples: int) -> module._Deal:
+def a_b_deal(b_samples: int) -> dealing.Deal:
     """Clients of {a}, {a, b} and {b}: the second has two a, the third all b, the first nothing."""
     labels = np.array([[1, 0]] * 2 + [[0, 1]] * b_samples, dtype=np.int8)
     allowed = np.array([[True, False], [True, True], [False, True]])
     owner = np.array([1, 1] + [2] * b_samples)
-    return module._Deal(module._combinations(labels), allowed, np.zeros(2, dtype=np.int64), owner)
+    return dealing.Deal(dealing.combinations_of(labels), allowed, np.zeros(2, dtype=np.int64), owner)
 
 
 def test_samples_pass_through_a_client_that_can_spare_none() -> None:
     deal = a_b_deal(b_samples=4)
-    module._fill_up(deal, 2, np.random.default_rng(0))
+    dealing.fill_up(deal, 2, NAMES, np.random.default_rng(0))
     assert sorted(deal.owner[:2]) == [0, 0]
     assert sorted(deal.owner[2:]) == [1, 1, 2, 2]
 
@@ -381,26 +384,29 @@ def test_samples_pass_through_a_client_that_can_spare_none() -> None:
 def test_a_minimum_that_no_deal_can_meet_is_refused() -> None:
     deal = a_b_deal(b_samples=20)
     with pytest.raises(ConfigError, match=r"partition\.minimum = 3 cannot be met: client c000") as error:
-        module._fill_up(deal, 3, np.random.default_rng(0))
+        dealing.fill_up(deal, 3, NAMES, np.random.default_rng(0))
     assert "\n" not in str(error.value)
 
 
 def test_no_more_samples_move_than_are_lacking() -> None:
     """Sizes 0, 5 and 5 with a minimum of 3: both large clients give, and neither has to be filled up again."""
-    combinations = module._combinations(np.ones((10, 1), dtype=np.int8))
+    combinations = dealing.combinations_of(np.ones((10, 1), dtype=np.int8))
     before = np.repeat([1, 2], 5)
-    deal = module._Deal(combinations, np.ones((3, 1), dtype=bool), np.zeros(1, dtype=np.int64), before.copy())
-    module._fill_up(deal, 3, np.random.default_rng(0))
+    deal = dealing.Deal(combinations, np.ones((3, 1), dtype=bool), np.zeros(1, dtype=np.int64), before.copy())
+    dealing.fill_up(deal, 3, NAMES, np.random.default_rng(0))
     assert (deal.owner != before).sum() == 3
     assert sorted(np.bincount(deal.owner)) == [3, 3, 4]
 
 
 def test_samples_without_a_positive_move_only_if_need_be() -> None:
     labels = np.array([[1]] * 5 + [[0]] * 5, dtype=np.int8)
-    deal = module._Deal(
-        module._combinations(labels), np.ones((2, 1), dtype=bool), np.zeros(2, dtype=np.int64), np.zeros(10, np.int64)
+    deal = dealing.Deal(
+        dealing.combinations_of(labels),
+        np.ones((2, 1), dtype=bool),
+        np.zeros(2, dtype=np.int64),
+        np.zeros(10, np.int64),
     )
-    module._fill_up(deal, 4, np.random.default_rng(0))
+    dealing.fill_up(deal, 4, NAMES, np.random.default_rng(0))
     assert deal.owner[:5].sum() == 4 and deal.owner[5:].sum() == 0
 
 
@@ -414,7 +420,7 @@ def test_natural_is_a_client_a_group() -> None:
     assert result.names == ("clinic", "user 7", "ward")
     assert [positions.tolist() for positions in result.clients] == [[1, 4], [3], [0, 2, 5]]
     assert result.labels is labels and result.allowed.all()
-    assert result.report["clients_below_minimum"] == 1 and result.report["moved_for_minimum"] == 0
+    assert set(result.report.values()) == {0}  # "user 7" is below the minimum and stays as it is
     assert partition(labels, "natural", 3, 0, groups=groups).names == result.names
 
 
@@ -429,6 +435,12 @@ def test_more_groups_than_clients_are_dealt_whole_and_evenly(groups: list[int], 
     assert all(len(set(owner[names == name])) == 1 for name in set(names.tolist()))
     sizes = np.bincount(owner)
     assert sizes.max() - sizes.min() <= np.unique(names, return_counts=True)[1].max()
+
+
+def test_large_groups_are_dealt_first() -> None:
+    groups = np.array(["a", "b", "c", "z", "z", "z"])
+    result = partition(synthetic(0, 6, 2), "natural", 2, 0, groups=groups)
+    assert [positions.tolist() for positions in result.clients] == [[3, 4, 5], [0, 1, 2]]
 
 
 # Labels per client
