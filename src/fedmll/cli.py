@@ -25,11 +25,11 @@ app = typer.Typer(
 data_app = typer.Typer(help="Look at data sources, and pack your own images.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
-File = Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", help="The experiment; without it, the defaults.")]
+File = Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="The experiment; without it, the defaults.")]
 MethodName = Annotated[str | None, typer.Option("--method", help="A method (see `fedmll methods`).")]
 DataName = Annotated[str | None, typer.Option("--data", help="A data source (see `fedmll data list`).")]
 Root = Annotated[Path | None, typer.Option("--root", help="Where the data lies.", show_default=False)]
-Backbone = Annotated[str | None, typer.Option("--backbone", help="convnet, resnet18, mlp.")]
+Backbone = Annotated[str | None, typer.Option("--backbone", help="convnet, resnet18, vit; mlp for feature vectors.")]
 Clients = Annotated[int | None, typer.Option("--clients", help="How many clients.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="How many rounds.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="The seed of everything random.")]
@@ -186,6 +186,9 @@ def compare(
         str | None,
         typer.Option("--tune", help="e.g. training.lr=1e-4,3e-4,1e-3: each method's best on validation data."),
     ] = None,
+    vary: Annotated[
+        str | None, typer.Option("--vary", help="e.g. partition.labels_per_client=2,5,10: every method at every value.")
+    ] = None,
     metrics: Annotated[str | None, typer.Option("--metrics", help="The table's columns, comma-separated.")] = None,
     settings: Set = None,
 ) -> None:
@@ -205,9 +208,10 @@ def compare(
         },
         settings,
     )
-    key, values = parse_tuning(tune)
+    key, values = parse_values("--tune", tune)
+    names = grid.crossed([name.strip() for name in method_names.split(",")], *parse_values("--vary", vary))
     out = out or fresh_folder(f"compare-{Path(base.data.name).stem}")
-    variants = [grid.parse_variant(name.strip(), parse_value) for name in method_names.split(",")]
+    variants = [grid.parse_variant(name, parse_value) for name in names]
     plan = grid.Grid(base, variants, parse_seeds(seeds), out, None if key is None else (key, values))
     with display.RunProgress(plan.rounds) as progress, stoppable(f"the same command with --out {out}"):
 
@@ -233,12 +237,12 @@ def parse_seeds(text: str) -> list[int]:
         ) from None
 
 
-def parse_tuning(text: str | None) -> tuple[str | None, list[Any]]:
+def parse_values(option: str, text: str | None) -> tuple[str | None, list[Any]]:
     if text is None:
         return None, []
     key, equals, values = text.partition("=")
     if not equals or "." not in key:
-        raise ConfigError(f"--tune takes section.key=a,b,c, for example training.lr=1e-4,3e-4,1e-3; it got '{text}'.")
+        raise ConfigError(f"{option} takes section.key=a,b,c, for example training.lr=1e-4,3e-4,1e-3; it got '{text}'.")
     return key, [parse_value(value) for value in values.split(",")]
 
 
@@ -299,6 +303,34 @@ def describe_data(
     held_out = "" if divided.validation_owner is None else f"; {len(divided.validation)} held out for validation"
     display.console.print(f"{divided.sizes.sum()} training samples{held_out}{'; ' + touched if touched else ''}")
     display.console.print(f"picture in {out}", soft_wrap=True)
+
+
+@data_app.command("coverage")
+def label_coverage(
+    file: File = None,
+    data: DataName = None,
+    root: Root = None,
+    clients: Clients = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    settings: Set = None,
+    out: Annotated[Path | None, typer.Option("--out", help="All counts as CSV, a line a round.")] = None,
+) -> None:
+    """Which labels the clients of each round have; a label absent from all of them learns nothing in that round."""
+    from fedmll import display, federation, files
+    from fedmll.analysis import coverage
+
+    options = {"data.name": data, "data.root": root, "partition.clients": clients, "training.rounds": rounds}
+    experiment = experiment_from(file, options | {"seed": seed}, settings)
+    with display.RunProgress(0) as progress:
+        divided = federation.build(experiment, progress.preparing)
+    classes, total = divided.train.classes, experiment.training.rounds
+    counts = coverage.coverage(divided, total)
+    header, rows = coverage.table(counts, classes)
+    display.console.print(display.plain_table(f"clients a round that have a label, {total} rounds", header, rows))
+    if out is not None:
+        files.write(out, coverage.as_csv(counts, classes))
+        display.console.print(f"every round in {out}", soft_wrap=True)
 
 
 @data_app.command("pack")
