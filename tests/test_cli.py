@@ -215,3 +215,14 @@ def test_an_existing_folder_is_left_alone(fedmll, tmp_path: Path) -> None:  # ty
     refused(fedmll("run", *QUICK, "--out", "mine"), "nothing was changed")
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     shutil.rmtree(tmp_path / "mine")
+
+
+def test_track_writes_every_round_for_tensorboard(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert fedmll("run", *QUICK, "--rounds", "2", "--track", "--out", "run").code == 0
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    curve = [(event.step, event.value) for event in events.Scalars("macro_auc")]
+    assert curve == [(row["round"], pytest.approx(row["macro_auc"], rel=1e-6)) for row in rows]

@@ -8,12 +8,16 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from fedmll.errors import ConfigError, FedmllError
+
+if TYPE_CHECKING:
+    from fedmll.display import RunProgress
+    from fedmll.runner import Observer
 
 app = typer.Typer(
     help="Federated multi-label learning: simulate federations, compare methods.",
@@ -38,6 +42,7 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or auto.
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting, e.g. training.lr=3e-4.")
 ]
+Track = Annotated[bool, typer.Option("--track", help="Also write curves for TensorBoard (extra `track`).")]
 Published = Annotated[bool, typer.Option("--as-published", help="Train as the method's paper does (rounds, lr, …).")]
 
 
@@ -107,6 +112,14 @@ def fresh_folder(name: str) -> Path:
     return folder
 
 
+def watched(progress: RunProgress, out: Path, track: bool) -> Observer:
+    if not track:
+        return progress
+    from fedmll.tracking import TensorBoard, Together
+
+    return Together(progress, TensorBoard(out))
+
+
 @app.command()
 def run(
     file: File = None,
@@ -122,6 +135,7 @@ def run(
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
     settings: Set = None,
     as_published: Published = False,
+    track: Track = False,
 ) -> None:
     """Run one experiment: a federation on this machine, a table at the end, a folder that can be resumed.
 
@@ -147,7 +161,7 @@ def run(
 
     out = out or fresh_folder(f"{Path(experiment.data.name).stem}-{experiment.method.name}-s{experiment.seed}")
     with display.RunProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
-        result = runner.run(experiment, out, observer=progress)
+        result = runner.run(experiment, out, observer=watched(progress, out, track))
     display.show_result(result)
 
 
@@ -156,6 +170,7 @@ def resume(
     folder: Annotated[Path, typer.Argument(help="A run's folder.")],
     workers: Workers = None,
     device: Device = None,
+    track: Track = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its last checkpoint, to the very same result."""
     from fedmll import display, runner
@@ -163,7 +178,7 @@ def resume(
     engine = {key: value for key, value in (("workers", workers), ("device", device)) if value is not None}
     rounds = runner.experiment_in(folder).training.rounds
     with display.RunProgress(rounds) as progress, stoppable(f"fedmll resume {folder}"):
-        result = runner.resume(folder, observer=progress, engine=engine)
+        result = runner.resume(folder, observer=watched(progress, folder, track), engine=engine)
     display.show_result(result)
 
 

@@ -35,7 +35,7 @@ class RunProgress(Observer):
             MofNCompleteColumn(),
             TextColumn("[dim]{task.fields[note]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
+            TimeRemainingColumn(),
             console=console,
             auto_refresh=False,
             disable=not console.is_terminal,
@@ -78,7 +78,7 @@ class RunProgress(Observer):
     def round_done(self, row: Row) -> None:
         if "macro_auc" in row:
             self.metric = f", macro AUC {row['macro_auc']:.1f}"
-        self.progress.advance(self.bar)
+        self.progress.update(self.bar, advance=1, note=f"round {row['round']}{self.metric}")
         self.progress.refresh()
 
     def warning(self, text: str) -> None:
