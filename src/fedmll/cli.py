@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from fedmll import cli_federation
 from fedmll.errors import ConfigError, FedmllError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look at data sources, and pack your own images.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+cli_federation.register(app)
 
 File = Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="The experiment; without it, the defaults.")]
 MethodName = Annotated[str | None, typer.Option("--method", help="A method (see `fedmll methods`).")]
@@ -177,6 +179,12 @@ def resume(
 
     engine = {key: value for key, value in (("workers", workers), ("device", device)) if value is not None}
     rounds = runner.experiment_in(folder).training.rounds
+    if (folder / "server.json").is_file():  # a real federation's server
+        from fedmll import deployment
+
+        with display.FederationProgress(rounds) as watch, stoppable(f"fedmll resume {folder}"):
+            display.show_result(deployment.go_on(folder, watch))
+        return
     with display.RunProgress(rounds) as progress, stoppable(f"fedmll resume {folder}"):
         result = runner.resume(folder, observer=watched(progress, folder, track), engine=engine)
     display.show_result(result)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedmll.data.augment import augment
 from fedmll.data.dataset import Dataset
 from fedmll.experiment import Experiment
-from fedmll.models.backbones import IMAGENET_MEAN, IMAGENET_STD
+from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat import FlatWeights
 from fedmll.seeding import derive, numpy_generator, torch_generator
 
@@ -42,8 +42,7 @@ class Task:
     @cached_property
     def _scale(self) -> tuple[Tensor, Tensor]:
         """Mean and 1/std of pixels in [0, 1]: ImageNet's where its weights are used."""
-        imagenet = self.experiment.model.weights is not None and self.sample_shape[0] == 3
-        mean, std = (IMAGENET_MEAN, IMAGENET_STD) if imagenet else ((0.5,), (0.5,))
+        mean, std = pixel_scale(self.experiment.model, self.sample_shape[0])
         shape = (1, -1, 1, 1)
         return torch.tensor(mean, device=self.device).view(shape), 1 / torch.tensor(std, device=self.device).view(shape)
 

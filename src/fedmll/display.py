@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fedmll.experiment import Experiment
 from fedmll.federation import Federation
 from fedmll.runner import Observer, Result, Row
+from fedmll.site import Summary
 
 console = Console()
 errors = Console(stderr=True)
@@ -83,6 +85,28 @@ class RunProgress(Observer):
 
     def warning(self, text: str) -> None:
         errors.print(f"[yellow]warning:[/] {text}")
+
+
+class FederationProgress(RunProgress):
+    """A real federation takes its time: say who comes and goes, and a line a round even where there is no terminal."""
+
+    def warning(self, text: str) -> None:
+        console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def round_done(self, row: Row) -> None:
+        super().round_done(row)
+        shown = ("loss", "macro_auc", "map", "macro_f1")
+        values = ", ".join(f"{name} {number(row[name], 3)}" for name in shown if name in row)
+        line = f"round {row['round']}: {row['clients']} clients, {values}, {row['seconds']:.1f} s"
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def site_table(name: str, summary: Summary) -> Table:
+    held_out = "" if summary.held_out is None else f", {summary.held_out} of them held out"
+    title = f"{name}: {summary.images} images, all readable{held_out}"
+    counts = zip(summary.classes, summary.present, summary.absent, summary.unknown, strict=True)
+    rows = [(label, *map(str, line)) for label, *line in counts]
+    return plain_table(title, ("class", "present", "absent", "unknown"), rows)
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -30,6 +30,14 @@ class ReplyRefused(FedmllError):
     """A client's reply that the server does not accept; names the client and the reason."""
 
 
+class FederationError(FedmllError):
+    """A real federation cannot go on: the server, the network or too many clients are gone. Nothing is lost."""
+
+
+class TooFewReplies(FederationError):
+    """A round got fewer good replies than it needs; it can be tried again."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'fedprox'?`, or the list of what is known when nothing is near."""
     choices = sorted(known)

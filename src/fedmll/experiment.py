@@ -86,6 +86,13 @@ class Participation(Section):
     sampling: Literal["uniform", "size"] = "uniform"
 
 
+class Sites(Section):
+    """A real federation whose server has no data (data.name = "none"): what the clients have."""
+
+    classes: Annotated[tuple[str, ...], Field(min_length=1)]
+    channels: Literal[1, 3] = 3
+
+
 class Engine(Section):
     """How it runs here. Nothing in this section changes a result."""
 
@@ -116,6 +123,7 @@ class Experiment(Section):
     training: Training = Training()
     participation: Participation = Participation()
     engine: Engine = Engine()
+    sites: Sites | None = None
 
     @model_validator(mode="after")
     def _fill_in(self) -> Experiment:
@@ -168,6 +176,8 @@ class Experiment(Section):
     def fingerprint(self) -> str:
         """What the result depends on, as a hash: not the engine, and not where the data lies."""
         values = self.model_dump(mode="json", exclude={"engine": True, "data": {"root"}})
+        if values["sites"] is None:
+            del values["sites"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

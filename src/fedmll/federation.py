@@ -92,6 +92,8 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
     labels = divided.labels.copy()
     for rows, row_known in zip(divided.clients, known, strict=True):
         labels[rows[:, None], np.flatnonzero(~row_known)[None, :]] = UNKNOWN
+    if (divided.labels == UNKNOWN).any():  # a class of which a client knows no label (a blank column) is not annotated
+        known = known & np.array([(labels[rows] != UNKNOWN).any(0) for rows in divided.clients])
     train = clients_data.with_labels(labels)
     samples, held_out = _hold_out(experiment, divided)
     validation, owner = splits.validation, None
@@ -157,11 +159,19 @@ def _hold_out(
     """Each client keeps a share of its samples for validation; a client with too few keeps none."""
     share, samples, held_out = experiment.partition.holdout, [], []
     for name, rows in zip(divided.names, divided.clients, strict=True):
-        shuffled = numpy_generator(experiment.seed, "holdout", name).permutation(rows)
-        count = int(share * len(rows))
-        held_out.append(np.sort(shuffled[:count]))
-        samples.append(np.sort(shuffled[count:]))
+        kept, held = split_off(rows, share, experiment.seed, name)
+        samples.append(kept)
+        held_out.append(held)
     return tuple(samples), held_out
+
+
+def split_off(
+    rows: NDArray[np.int64], share: float, seed: int, name: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What a client trains on and what it holds out: a function of the seed and its name, wherever it runs."""
+    shuffled = numpy_generator(seed, "holdout", name).permutation(rows)
+    count = int(share * len(rows))
+    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
 
 def _narrowed(experiment: Experiment, splits: Splits) -> Splits:

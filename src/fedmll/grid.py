@@ -77,6 +77,13 @@ def parse_variant(text: str, parse_value: Callable[[str], Any]) -> Variant:
     return Variant(text, overrides)
 
 
+def crossed(names: Sequence[str], key: str | None, values: Sequence[Any]) -> list[str]:
+    """Every method at every value of a setting: `fedavg` → `fedavg:training.lr=0.1`, `fedavg:training.lr=0.2`."""
+    if key is None:
+        return list(names)
+    return [f"{name}{'+' if ':' in name else ':'}{key}={value}" for value in values for name in names]
+
+
 class Grid:
     def __init__(
         self,

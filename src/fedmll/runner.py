@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedmll import checkpoint, federation, files, metrics
+from fedmll import checkpoint, federation, files
 from fedmll.checkpoint import Checkpoint
+from fedmll.engines.base import Engine, MakeEngine
 from fedmll.engines.local import LocalEngine
-from fedmll.errors import ConfigError, FedmllError
+from fedmll.errors import ConfigError, FedmllError, TooFewReplies
 from fedmll.experiment import Experiment
 from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
@@ -80,7 +81,12 @@ def run(
     if out is None:
         with tempfile.TemporaryDirectory() as folder:
             return replace(_run(experiment, Path(folder), observer, prepared), folder=None)
-    out = Path(out)
+    create(Path(out), experiment)
+    return _run(experiment, Path(out), observer, prepared)
+
+
+def create(out: Path, experiment: Experiment) -> None:
+    """A new run's folder, which `resume` can start."""
     if out.exists() and (not out.is_dir() or any(not files.is_leftover(path) for path in out.iterdir())):
         raise ConfigError(
             f"{out} is not empty; nothing was changed. Choose another --out, or go on with the run that is there by "
@@ -88,18 +94,17 @@ def run(
         )
     out.mkdir(parents=True, exist_ok=True)
     files.write(out / "experiment.toml", experiment.to_toml())
-    return _run(experiment, out, observer, prepared)
 
 
 def resume(
     out: Path | str, *, observer: Observer | None = None, engine: dict[str, Any] | None = None,
-    prepared: Federation | None = None,
+    prepared: Federation | None = None, make_engine: MakeEngine = LocalEngine,
 ) -> Result:  # fmt: skip
     """Go on with the run in a folder, from its last good checkpoint, to the same weights as if nothing had happened.
-    `engine` changes settings of that section, e.g. {"workers": 1}."""
+    `engine` changes settings of that section, e.g. {"workers": 1}; `make_engine` is who trains."""
     out = Path(out)
     experiment = experiment_in(out, {f"engine.{key}": value for key, value in (engine or {}).items()})
-    return _run(experiment, out, observer or Observer(), prepared)
+    return _run(experiment, out, observer or Observer(), prepared, make_engine)
 
 
 def experiment_in(out: Path, overrides: dict[str, Any] | None = None) -> Experiment:
@@ -110,12 +115,18 @@ def experiment_in(out: Path, overrides: dict[str, Any] | None = None) -> Experim
     return Experiment.load(file, overrides)
 
 
-def _run(experiment: Experiment, out: Path, observer: Observer, prepared: Federation | None) -> Result:
+def _run(
+    experiment: Experiment,
+    out: Path,
+    observer: Observer,
+    prepared: Federation | None,
+    make_engine: MakeEngine = LocalEngine,
+) -> Result:
     with _locked(out), _logging(out) as log:
         for path in filter(files.is_leftover, out.rglob("*")):
             path.unlink()
         try:
-            result = _Run(experiment, out, observer, log, prepared).go()
+            result = _Run(experiment, out, observer, log, prepared).go(make_engine)
         except (FedmllError, KeyboardInterrupt) as error:
             log.error("stopped: %s", str(error) or "interrupted")
             raise
@@ -136,8 +147,8 @@ class _Run:
         self.best: dict[str, float] = {}
         self.best_tensors: Tensors = {}
 
-    def go(self) -> Result:
-        self.engine = LocalEngine(self.federation, self.checkpoints / "memory")
+    def go(self, make_engine: MakeEngine) -> Result:
+        self.engine: Engine = make_engine(self.federation, self.checkpoints / "memory")
         try:
             state, first = self._resumed()
             self.observer.started(self.experiment, self.federation, first)
@@ -179,8 +190,18 @@ class _Run:
                 yield peer, reply
                 self.observer.client_done(number, len(losses), total)
 
-        method.records = {}
-        state = method.merge(state, watched(), number)
+        for attempt in range(engine.tries):
+            try:
+                method.records = {}
+                losses.clear()
+                merged = method.merge(state, watched(), number)
+                break
+            except TooFewReplies as error:
+                if attempt + 1 == engine.tries:
+                    raise
+                self.log.warning("round %d is tried again: %s", number, error)
+                self.observer.warning(f"Round {number} is tried again: {error}")
+        state = merged
         method.records |= engine.audit()
         row: Row = {
             "round": number,
@@ -194,7 +215,7 @@ class _Run:
         setting = self.experiment.engine
         last = number == self.experiment.training.rounds
         if last or number % setting.evaluate_every == 0:
-            row |= self._evaluate(method.deploy(state))[0]
+            row |= engine.evaluate(method.deploy(state)).values
             self._remember_best(row, state)
         row["seconds"] = round(time.perf_counter() - begin, 4)
         self._write_down(row, {k: v for k, v in method.records.items() if isinstance(v, Tensor)})
@@ -202,24 +223,6 @@ class _Run:
             self._checkpoint(state, number)
         self.observer.round_done(row)
         return state
-
-    def _evaluate(self, message: Message) -> tuple[dict[str, float], metrics.Report, metrics.ClientReport | None]:
-        """Every metric of the global model on the test data; F1 also at thresholds chosen on the validation data."""
-        data = self.federation
-        test, validation = self.engine.predict(message.tensors, "test", "validation")
-        thresholds = metrics.best_thresholds(validation, data.validation.labels) if len(validation) else None
-        report = metrics.evaluate(test, data.test.labels, data.test.classes, thresholds)
-        values, clients = dict(report.values), None
-        if bool(((data.test.labels == 1).sum(1) == 1).all()):
-            values["accuracy"], report.per_class["accuracy"] = metrics.accuracy(test, data.test.labels)
-        if len(validation):
-            held_out = metrics.evaluate(validation, data.validation.labels, data.validation.classes).values
-            values |= {f"val_{name}": held_out[name] for name in ("macro_auc", "map", "macro_f1")}
-            if data.validation_owner is not None:
-                owner = data.validation_owner
-                clients = metrics.per_client(validation, data.validation.labels, owner, data.validation.classes)
-                values |= clients.values
-        return values, report, clients
 
     def _remember_best(self, row: Row, state: Tensors) -> None:
         if self.experiment.training.keep != "best":
@@ -251,7 +254,8 @@ class _Run:
         engine, data = self.engine, self.federation
         message = Message(self.best_tensors) if self.best_tensors else engine.method.deploy(state)
         kept = int(self.best["round"]) if self.best_tensors else self.experiment.training.rounds
-        values, report, clients = self._evaluate(message)
+        found = engine.evaluate(message)
+        report, clients = found.report, found.clients
         weights = engine.weights.named(message.tensors)
         with files.replacing(self.out / "model.safetensors") as temporary:
             save_file({k: t.contiguous() for k, t in weights.items()}, temporary)
@@ -269,7 +273,7 @@ class _Run:
             "seconds": round(sum(row["seconds"] for row in self.rows), 3),
             "bytes_up": sum(row["bytes_up"] for row in self.rows),
             "bytes_down": sum(row["bytes_down"] for row in self.rows),
-            "metrics": values,
+            "metrics": found.values,
             "left_out": report.left_out,
         }
         files.write(self.out / "summary.json", to_json(summary, indent=2) + "\n")

@@ -38,6 +38,7 @@ class LabelTable:
     split: NDArray[np.int8] | None
     clients: NDArray[np.str_] | None
     sizes_and_times: list[tuple[int, int]]  # of each image file, in bytes and ns: they change when the image does
+    listed: bool = False  # the `A|B|C` form: a class that no row lists is absent everywhere, not unknown
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def read_labels(file: Path, images: Path) -> LabelTable:
         split=None if columns.split is None else _splits(file, columns.split, numbers, rows),
         clients=None if columns.client is None else np.array([row[columns.client].strip() for row in rows]),
         sizes_and_times=_stat_images(file, numbers, names, paths),
+        listed=columns.labels is not None,
     )
 
 

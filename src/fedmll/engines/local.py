@@ -18,6 +18,7 @@ from fedmll.data.dataset import Dataset
 from fedmll.engines.memory import MemoryStore
 from fedmll.engines.pool import Job, Pool
 from fedmll.errors import ConfigError, ReplyRefused
+from fedmll.evaluation import Evaluation, evaluate_pooled, predict
 from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
 from fedmll.methods import find
@@ -28,6 +29,8 @@ CHUNK = 4 * EVALUATION_BATCH  # samples of one prediction job
 
 
 class LocalEngine:
+    tries = 1
+
     def __init__(self, federation: Federation, memory_folder: Path) -> None:
         setting = federation.experiment.engine
         self.federation = federation
@@ -90,6 +93,10 @@ class LocalEngine:
         empty = np.zeros((0, len(self.task.classes)), np.float32)
         return [np.concatenate(parts[name]) if parts[name] else empty for name in names]
 
+    def evaluate(self, message: Message) -> Evaluation:
+        test, validation = self.predict(message.tensors, "test", "validation")
+        return evaluate_pooled(self.federation, test, validation)
+
     def audit(self) -> dict[str, float | Tensor]:
         """What the method says of its clients' memories beside the truth, which only a simulation has."""
         data, memory = self.federation, self.memory
@@ -126,14 +133,8 @@ class LocalEngine:
 
     def _predict(self, message: Message, name: str, start: int) -> Message:
         self.method.receive(self.weights, message)
-        self.model.eval()
         data: Dataset = self.datasets[name]
-        scores = []
-        with torch.inference_mode():
-            for first in range(start, min(start + CHUNK, len(data)), EVALUATION_BATCH):
-                raw = self.task.tensor(data.samples(slice(first, min(first + EVALUATION_BATCH, start + CHUNK))))
-                scores.append(self.method.predict(self.model, self.task.inputs(raw)).cpu())
-        return Message({"scores": torch.cat(scores)})
+        return Message({"scores": predict(self.method, self.model, data, start, min(start + CHUNK, len(data)))})
 
 
 def choose_device(name: str) -> torch.device:

@@ -151,9 +151,24 @@ def build_backbone(model: Model, sample_shape: tuple[int, ...], seed: int) -> Ba
             if model.weights is not None:
                 resnet.load(model.weights)
             return resnet
+        if model.backbone == "vit":
+            from fedmll.models.vit import build_vit
+
+            return build_vit(model.weights, sample_shape, model.channels)
         if model.weights is not None:
             raise ConfigError(f"model.weights is for resnet18 and vit; model.backbone is '{model.backbone}'.")
         return ConvNet(channels, size, model.channels, model.norm)
+
+
+def pixel_scale(model: Model, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std of pixels in [0, 1], one a channel or one for all: what pretrained weights were trained with."""
+    if model.weights is None or channels != 3:
+        return (0.5,), (0.5,)
+    if model.backbone == "vit":
+        from fedmll.models.vit import vit_pixel_scale
+
+        return vit_pixel_scale(model.weights)
+    return IMAGENET_MEAN, IMAGENET_STD
 
 
 class Classifier(nn.Module):

@@ -5,7 +5,10 @@ Without `--root` the images are looked for beside the CSV. Without a `split` col
 
 from __future__ import annotations
 
-from fedmll.data.cache import content_key
+import numpy as np
+from numpy.typing import NDArray
+
+from fedmll.data.cache import Progress, content_key, silent
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.decode import EncodedImages, decoded_images
 from fedmll.data.labels_csv import LabelTable, read_labels
@@ -23,9 +26,14 @@ def load(request: Request) -> Splits:
             "--root."
         )
     table = read_labels(file, root)
-    store = decoded_images(_key(table), lambda: _encoded(table), request.size, request.progress)
+    store = decoded(table, request.size, request.progress)
     samples = Dataset(store, table.labels, table.classes, groups=table.clients)
     return splits_of(samples, table.split, request.seed, f"'{file}'", request.require_positives)
+
+
+def decoded(table: LabelTable, size: int | None, progress: Progress = silent) -> NDArray[np.uint8]:
+    """The images of a labels file, from the cache if they are in it."""
+    return decoded_images(_key(table), lambda: encoded(table), size, progress)
 
 
 def _key(table: LabelTable) -> str:
@@ -34,7 +42,7 @@ def _key(table: LabelTable) -> str:
     return content_key("folder", *(f"{path.absolute()}\x1f{size}\x1f{time}" for path, (size, time) in files))
 
 
-def _encoded(table: LabelTable) -> EncodedImages:
+def encoded(table: LabelTable) -> EncodedImages:
     return EncodedImages(len(table.paths), table.paths.__getitem__, lambda position: f"'{table.paths[position]}'")
 
 
