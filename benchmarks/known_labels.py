@@ -1,0 +1,99 @@
+"""Known labels help: C-Tran's interactive mode on held-out images.
+
+For every test image a random half of its labels is given to the model; the average precision of the other half is
+compared with that of the same entries when nothing is given.
+
+    python benchmarks/known_labels.py --data coco2014.npz          # any `packed:` file of multi-label images
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedmll import federation, metrics
+from fedmll.client import EVALUATION_BATCH
+from fedmll.engines.local import LocalEngine
+from fedmll.experiment import Experiment
+from fedmll.seeding import numpy_generator
+
+
+def main() -> None:
+    options = arguments()
+    experiment = Experiment.make(
+        {
+            "seed": options.seed,
+            "data": {"name": f"packed:{options.data}", "size": options.size},
+            "partition": {"kind": "iid", "clients": options.clients, "holdout": 0.0},
+            "method": {"name": options.method},
+            "training": {
+                "rounds": options.rounds,
+                "batch_size": options.batch,
+                "optimizer": "adam",
+                "lr": options.lr,
+                "weight_decay": 0.0,
+                "clip": 10.0,
+                "augment": "flip",
+            },
+            "engine": {"workers": options.workers},
+        }
+    )
+    data = federation.build(experiment)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = LocalEngine(data, Path(folder))
+        try:
+            state = engine.start()
+            for number in range(1, options.rounds + 1):
+                state = engine.method.merge(state, engine.round(state, number), number)
+                if number % options.every == 0 or number == options.rounds:
+                    engine.method.receive(engine.weights, engine.method.deploy(state))
+                    without, given = compare(engine, options.seed)
+                    print(f"round {number}: nothing given {without:.2f}, half given {given:.2f}", flush=True)
+        finally:
+            engine.close()
+    print(
+        f"{options.method}, {len(data.test)} held-out images, seed {options.seed}: mAP of the half that is not given "
+        f"{without:.2f} → {given:.2f} ({given - without:+.2f})"
+    )
+
+
+def compare(engine: LocalEngine, seed: int) -> tuple[float, float]:
+    """mAP of the entries that are not given: with all states unknown, and with the other half of the labels."""
+    data = engine.federation.test
+    drawn = numpy_generator(seed, "given").random(data.labels.shape).argsort(1) < data.labels.shape[1] // 2
+    known = np.where(drawn, data.labels, np.int8(-1))
+    targets = np.where(drawn, np.int8(-1), data.labels)
+    scores = []
+    for shown in (np.full_like(known, -1), known):
+        parts = []
+        engine.model.eval()
+        with torch.inference_mode():
+            for start in range(0, len(data), EVALUATION_BATCH):
+                rows = slice(start, start + EVALUATION_BATCH)
+                images = engine.task.inputs(engine.task.tensor(data.samples(rows)))
+                parts.append(engine.method.predict(engine.model, images, torch.from_numpy(shown[rows])))
+        scores.append(metrics.evaluate(torch.cat(parts).numpy(), targets, data.classes).values["map"])
+    return scores[0], scores[1]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, type=Path, help="a packed file with test images, e.g. of MS-COCO")
+    parser.add_argument("--method", default="fedlgt", choices=("fedctran", "fedlgt"))
+    parser.add_argument("--rounds", default=6, type=int)
+    parser.add_argument("--every", default=2, type=int, help="rounds between two looks")
+    parser.add_argument("--clients", default=4, type=int)
+    parser.add_argument("--size", default=64, type=int, help="side of the images in pixels")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    parser.add_argument("--batch", default=32, type=int)
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--workers", default=1, type=int)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

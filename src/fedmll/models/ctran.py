@@ -1,0 +1,97 @@
+"""C-Tran (Lanchantin et al., 2021): image tokens and label tokens in one transformer encoder.
+
+A label token is the label's embedding plus that of its state: unknown (zero), negative or positive. So the model
+predicts labels from the image and from whatever other labels are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedmll.models.backbones import Backbone
+from fedmll.models.heads import Attention, dropout, per_label
+
+
+@dataclass(frozen=True)
+class LabelEmbeddings:
+    """Frozen embeddings of the labels (classes, width) and of the states negative and positive (2, width)."""
+
+    labels: Tensor
+    states: Tensor
+
+
+class EncoderLayer(nn.Module):
+    """torch's TransformerEncoderLayer (post-norm, ReLU), where only the tokens that are asked for are computed."""
+
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads, dropout)
+        self.hidden, self.out = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.dropout = dropout
+
+    def forward(self, queries: Tensor, tokens: Tensor) -> Tensor:
+        """The outputs of the tokens `queries`, which see all `tokens`."""
+        x = self.norm1(queries + self._dropped(self.attention(queries, tokens)))
+        change = self.out(self._dropped(F.relu(self.hidden(x))))
+        out: Tensor = self.norm2(x + self._dropped(change))
+        return out
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return dropout(x, self.dropout) if self.training and self.dropout > 0 else x
+
+
+class CTran(nn.Module):
+    """With `embeddings` these are frozen (never sent, never averaged); without, they are learned."""
+
+    labels: Tensor
+    states: Tensor
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        classes: int,
+        embeddings: LabelEmbeddings | None = None,
+        layers: int = 3,
+        heads: int = 4,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        width = backbone.width
+        self.backbone = backbone
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(EncoderLayer(width, heads, width, dropout) for _ in range(layers))
+        self.weight = nn.Parameter(_uniform(width, classes, width))
+        self.bias = nn.Parameter(_uniform(width, classes))
+        if embeddings is None:
+            self.labels = nn.Parameter(_uniform(width, classes, width))
+            self.states = nn.Parameter(_uniform(width, 2, width))
+        else:
+            self.register_buffer("labels", embeddings.labels, persistent=False)
+            self.register_buffer("states", embeddings.states, persistent=False)
+
+    def forward(self, images: Tensor, states: Tensor | None = None) -> Tensor:
+        """Logits (batch, classes). `states` (batch, classes) are 1 positive, 0 negative, -1 unknown; None: all
+        unknown."""
+        image_tokens = self.backbone(images).flatten(2).transpose(1, 2)
+        tokens = self.norm(torch.cat([image_tokens, self.label_tokens(states, len(images))], dim=1))
+        for layer in self.layers[:-1]:
+            tokens = layer(tokens, tokens)
+        labels = self.layers[-1](tokens[:, -len(self.labels) :], tokens)  # nobody asks for the image tokens any more
+        return per_label(labels, self.weight, self.bias)
+
+    def label_tokens(self, states: Tensor | None, batch: int) -> Tensor:
+        """l_c + s_c (batch, classes, width), Eq. 2; an unknown state is zero."""
+        if states is None:
+            return self.labels.expand(batch, -1, -1)
+        table = F.pad(self.states, (0, 0, 1, 0))
+        return self.labels + F.embedding(states.long() + 1, table)
+
+
+def _uniform(width: int, *shape: int) -> Tensor:
+    """U(±1/√width), as torch initialises a linear layer."""
+    return torch.empty(shape).uniform_(-(width**-0.5), width**-0.5)

@@ -1,0 +1,197 @@
+"""Heads that ask a map of tokens one question a class: simplex ETF, 2-D positions, LADM, per-label classifier."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedmll.errors import ConfigError
+from fedmll.models.backbones import Backbone
+from fedmll.seeding import numpy_generator
+
+
+def orthonormal(rows: int, columns: int, seed: int, purpose: str) -> np.ndarray:
+    """A seeded float64 matrix with orthonormal columns (rows ≥ columns). Its QR signs are fixed (diag R > 0), so that
+    every machine builds the same one."""
+    q, r = np.linalg.qr(numpy_generator(seed, purpose).standard_normal((rows, columns)))
+    return np.asarray(q * np.sign(np.diag(r)))
+
+
+def simplex_etf(width: int, classes: int, seed: int) -> Tensor:
+    """Mᵀ (classes, width), M = √(C/(C−1)) U (I − 11ᵀ/C): row c is m_c, ‖m_c‖ = 1, m_a·m_b = −1/(C−1)."""
+    if classes < 2:
+        raise ConfigError("A simplex ETF needs at least 2 classes; the data has 1. Use another method, or etf = false.")
+    if width < classes:
+        raise ConfigError(
+            f"A simplex ETF of {classes} classes needs features at least {classes} wide, and the backbone gives "
+            f"{width}. Use model.backbone = 'resnet18' (512), or model.channels that end with {classes} or more."
+        )
+    u = orthonormal(width, classes, seed, "etf")
+    m = math.sqrt(classes / (classes - 1)) * (u - u.mean(1, keepdims=True))  # U 11ᵀ/C: the mean of U's columns
+    return torch.from_numpy(np.ascontiguousarray(m.T, dtype=np.float32))
+
+
+@cache
+def positional_encoding(width: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Fixed 2-D sine–cosine encoding (width, rows, columns), as in DETR: the first half of the channels encodes the
+    row, the second the column, sin and cos interleaved, temperature 10,000, whole coordinates from 0."""
+    if width % 4:
+        raise ConfigError(
+            f"The positional encoding needs a feature width that 4 divides, and the backbone gives {width}. Choose "
+            "other model.channels, or set method.positional = false."
+        )
+    half = width // 2
+
+    def axis(length: int) -> np.ndarray:
+        angle = np.arange(length) / 10_000 ** (np.arange(0, half, 2)[:, None] / half)
+        return np.stack([np.sin(angle), np.cos(angle)], axis=1).reshape(half, length)
+
+    encoding = np.empty((width, rows, columns), dtype=np.float32)
+    encoding[:half] = axis(rows)[:, :, None]
+    encoding[half:] = axis(columns)[:, None, :]
+    with torch.inference_mode(False):  # it is kept, and training may use it after an evaluation made it
+        return torch.from_numpy(encoding).to(device)
+
+
+class Attention(nn.Module):
+    """Multi-head attention (as torch's, same initial weights) of queries (Q, width), which are the same for every
+    sample and projected once, or (batch, Q, width), over tokens (batch, S, width)."""
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        if width % heads:
+            raise ConfigError(
+                f"Attention with {heads} heads needs a feature width that {heads} divides, and the backbone gives "
+                f"{width}. Choose other model.channels or method.heads."
+            )
+        self.heads, self.dropout = heads, dropout
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+        for linear in (self.query, self.key_value):
+            nn.init.uniform_(linear.weight, -math.sqrt(1.5 / width), math.sqrt(1.5 / width))  # √(6 / (d + 3d))
+        for linear in (self.query, self.key_value, self.out):
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, queries: Tensor, tokens: Tensor) -> Tensor:
+        key, value = map(self._split, self.key_value(tokens).chunk(2, dim=-1))
+        query = self._queries(queries, len(tokens))
+        if self.training and self.dropout > 0:
+            read = dropout(_weights(query, key), self.dropout) @ value
+        else:
+            read = F.scaled_dot_product_attention(query, key, value)
+        mixed: Tensor = self.out(read.transpose(1, 2).flatten(2))
+        return mixed
+
+    def weights(self, queries: Tensor, tokens: Tensor) -> Tensor:
+        """Where each query looks: (batch, heads, Q, S); a row sums to 1."""
+        key, _ = map(self._split, self.key_value(tokens).chunk(2, dim=-1))
+        return _weights(self._queries(queries, len(tokens)), key)
+
+    def _queries(self, queries: Tensor, batch: int) -> Tensor:
+        split = self._split(self.query(queries))
+        return split.expand(batch, -1, -1, -1)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(…, L, width) → (…, heads, L, width / heads)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+
+
+def _weights(query: Tensor, key: Tensor) -> Tensor:
+    """softmax(q kᵀ / √d)."""
+    return torch.softmax(query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2), dim=-1)
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """torch's dropout from 16 random bits an element: on a CPU more than twice as fast. p is right to 1/65,536."""
+    if x.device.type != "cpu":
+        return F.dropout(x, p)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    kept = bits[: x.numel()].view(x.shape) >= round(p * 2**16) - 2**15
+    return x * kept.to(x.dtype).mul_(1 / (1 - p))
+
+
+class Ladm(nn.Module):
+    """Label-aware disentanglement (FedNCA-ML, Eq. 3–8): a query a class reads a map of tokens, giving h_c."""
+
+    queries: Tensor
+
+    def __init__(self, queries: Tensor, heads: int = 4, *, learnable: bool = False, positional: bool = True) -> None:
+        super().__init__()
+        self.attention = Attention(queries.shape[1], heads)
+        self.positional = positional
+        if learnable:
+            self.queries = nn.Parameter(queries.clone())
+        else:
+            self.register_buffer("queries", queries, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, width, rows, columns) → h (batch, classes, width)."""
+        features: Tensor = self.attention(self.queries, self._sequence(tokens))
+        return features
+
+    def maps(self, tokens: Tensor) -> Tensor:
+        """Where each class looks: (batch, heads, classes, rows, columns); a map sums to 1."""
+        return self.attention.weights(self.queries, self._sequence(tokens)).unflatten(-1, tokens.shape[2:])
+
+    def _sequence(self, tokens: Tensor) -> Tensor:
+        """Z̃ = Z + P (batch, S, width)."""
+        if self.positional:
+            tokens = tokens + positional_encoding(*tokens.shape[1:], tokens.device)
+        return tokens.flatten(2).transpose(1, 2)
+
+
+def per_label(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """z_c = h_c·w_c + b_c (batch, classes): the diagonal of a full linear layer, without the rest of it."""
+    logits = (features * weight).sum(-1)
+    return logits if bias is None else logits + bias
+
+
+class PrototypeClassifier(nn.Module):
+    """FedNCA-ML's network. Features are read by the LADM, h_c (batch, classes, width), or without it pooled as in
+    FedAvg, h (batch, width); a logit is the product with the class's prototype: the ETF's m_c (Eq. 9), a buffer that
+    is never trained, or where `etf` is None the rows of a linear layer."""
+
+    prototypes: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        classes: int,
+        etf: Tensor | None = None,
+        ladm: Ladm | None = None,
+        logit_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.backbone, self.ladm = backbone, ladm
+        if etf is None:
+            linear = nn.Linear(backbone.width, classes)
+            self.prototypes, self.bias = linear.weight, linear.bias
+        else:
+            self.register_buffer("prototypes", etf, persistent=False)
+            self.bias = None
+        self.scale = None if logit_scale is None else nn.Parameter(torch.tensor([float(logit_scale)]))
+
+    def features(self, images: Tensor) -> Tensor:
+        tokens: Tensor = self.backbone(images)
+        return tokens.mean((2, 3)) if self.ladm is None else self.ladm(tokens)
+
+    def logits(self, features: Tensor) -> Tensor:
+        score = per_label if features.dim() == 3 else F.linear
+        logits = score(features, self.prototypes, self.bias)
+        return logits if self.scale is None else logits * self.scale
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.logits(self.features(images))
+
+    def attention(self, images: Tensor) -> Tensor:
+        """The LADM's maps (batch, heads, classes, rows, columns), for pictures of where each class looks."""
+        if self.ladm is None:
+            raise ConfigError("There are no attention maps without the LADM (method.ladm = false).")
+        return self.ladm.maps(self.backbone(images))

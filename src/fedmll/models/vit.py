@@ -1,0 +1,143 @@
+"""Vision transformers by `transformers` (pip install 'fedmll[hf]'), as backbones that give a map of tokens.
+
+`model.weights` is a folder as `save_pretrained` writes it, or a name on the hub: google/vit-base-patch16-224-in21k is
+ViT-B/16. Without it: a small one, untrained, of `model.channels` (as many layers as numbers, the last one its width).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedmll.errors import ConfigError
+from fedmll.models.backbones import Backbone
+
+HEAD_WIDTH = 32  # of a small transformer's attention heads
+TOKENS = 8  # a small transformer's map has about 8 × 8
+
+
+class VisionTransformer(Backbone):
+    """The class token takes part in the attention and is left out of the map."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        config: Any = network.config
+        self.width = config.hidden_size
+        self.patch = config.patch_size
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows, columns = images.shape[2] // self.patch, images.shape[3] // self.patch
+        tokens: Tensor = self.network(pixel_values=images).last_hidden_state[:, 1:]
+        return tokens.mT.reshape(len(images), self.width, rows, columns)
+
+
+def build_vit(weights: Path | None, sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> VisionTransformer:
+    return small_vit(sample_shape, channels) if weights is None else pretrained_vit(weights, sample_shape)
+
+
+def small_vit(sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> VisionTransformer:
+    """Untrained, for small images: its patches divide the image into about 8 × 8 tokens."""
+    vit = _library()
+    width, (depth, height, breadth) = channels[-1], sample_shape
+    if width % HEAD_WIDTH:
+        raise ConfigError(
+            f"model.channels ends in {width}; for a vit this is its width and must be a multiple of {HEAD_WIDTH}, e.g. "
+            "[128, 128, 128, 128] (four layers of width 128)."
+        )
+    divisors = [p for p in range(1, min(height, breadth) + 1) if height % p == 0 and breadth % p == 0]
+    config = vit.ViTConfig(
+        hidden_size=width,
+        num_hidden_layers=len(channels),
+        num_attention_heads=width // HEAD_WIDTH,
+        intermediate_size=4 * width,
+        image_size=[height, breadth],
+        patch_size=min(divisors, key=lambda p: abs(max(height, breadth) / p - TOKENS)),
+        num_channels=depth,
+    )
+    return VisionTransformer(vit.ViTModel(config, add_pooling_layer=False))
+
+
+def pretrained_vit(weights: Path, sample_shape: tuple[int, ...]) -> VisionTransformer:
+    """From a folder or the hub, fitted once to the images' size (positions interpolated) and channels (a grey image
+    gets the sum of the colour filters)."""
+    vit = _library()
+    try:
+        config = vit.ViTConfig.from_pretrained(str(weights), local_files_only=weights.exists())
+        if config.model_type != "vit":
+            raise ValueError(f"it is a '{config.model_type}', not a 'vit'")
+        network, report = vit.ViTModel.from_pretrained(
+            str(weights),
+            config=config,
+            add_pooling_layer=False,
+            local_files_only=weights.exists(),
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+        if report["missing_keys"]:
+            raise ValueError(f"it lacks {', '.join(sorted(report['missing_keys'])[:3])}")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.weights = {weights} is no vision transformer that can be loaded "
+            f"({' '.join(str(error).split())[:300]}). Give a folder with config.json and model.safetensors, or a name "
+            "on the hub if this machine can reach it."
+        ) from None
+    _fit(network, sample_shape)
+    return VisionTransformer(network)
+
+
+def vit_pixel_scale(weights: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std that a pretrained transformer's pixels were normalised with: its preprocessor_config.json says so;
+    without one 0.5 and 0.5, as ViT-B/16's."""
+    name = "preprocessor_config.json"
+    if weights.exists():
+        file = weights / name
+    else:
+        from transformers.utils import cached_file
+
+        file = Path(cached_file(str(weights), name, _raise_exceptions_for_missing_entries=False) or name)
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    return tuple(found.get("image_mean", (0.5,))), tuple(found.get("image_std", (0.5,)))
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError("model.backbone = 'vit' needs transformers: pip install 'fedmll[hf]'.") from None
+    transformers.logging.set_verbosity_error()  # it reports a checkpoint's classifier, which is not wanted here
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _fit(network: Any, sample_shape: tuple[int, ...]) -> None:
+    """Make a network that was trained on other images take these."""
+    channels, height, breadth = sample_shape
+    patch, old = network.config.patch_size, network.embeddings.patch_embeddings.image_size
+    if height % patch or breadth % patch:
+        raise ConfigError(
+            f"The images are {height} × {breadth} and the transformer's patches {patch} × {patch}: set data.size to a "
+            f"multiple of {patch}, for example {max(patch, round(height / patch) * patch)}."
+        )
+    embeddings = network.embeddings
+    positions = embeddings.position_embeddings.data
+    grid = positions[:, 1:].mT.reshape(1, -1, old[0] // patch, old[1] // patch)
+    if (height, breadth) != tuple(old):
+        grid = F.interpolate(grid, (height // patch, breadth // patch), mode="bicubic", align_corners=False)
+    embeddings.position_embeddings = nn.Parameter(torch.cat([positions[:, :1], grid.flatten(2).mT], dim=1))
+    projection = embeddings.patch_embeddings.projection
+    if channels != projection.in_channels:
+        if channels != 1:
+            raise ConfigError(
+                f"The images have {channels} channels and the transformer takes {projection.in_channels}."
+            )
+        projection.weight = nn.Parameter(projection.weight.data.sum(1, keepdim=True))
+        projection.in_channels = 1
+    embeddings.patch_embeddings.num_channels = network.config.num_channels = channels
+    embeddings.image_size = embeddings.patch_embeddings.image_size = (height, breadth)
+    network.config.image_size = [height, breadth]

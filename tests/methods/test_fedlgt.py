@@ -1,0 +1,304 @@
+"""FedC-Tran and FedLGT: masks and losses against NumPy, switches against the simpler method, known labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import small
+from scipy import stats
+
+from fedmll import metrics
+from fedmll.client import Batch
+from fedmll.engines.local import LocalEngine
+from fedmll.errors import ConfigError
+from fedmll.experiment import Experiment
+from fedmll.federation import Federation, build
+from fedmll.methods import find
+from fedmll.methods.fedctran import FedCTran, random_known
+from fedmll.methods.fedlgt import FedLGT, uncertain
+from fedmll.runner import run
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+WORDS = ("the", "photo", "contains", "positive", "negative", *DIGITS)
+
+
+@pytest.fixture(scope="module")
+def glove(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Word vectors, so that these tests need no text library."""
+    path = tmp_path_factory.mktemp("glove") / "vectors.txt"
+    vectors = np.random.default_rng(0).normal(size=(len(WORDS), 12))
+    lines = (f"{word} {' '.join(map(repr, map(float, row)))}" for word, row in zip(WORDS, vectors, strict=True))
+    path.write_text("\n".join(lines) + "\n")
+    return f"glove:{path}"
+
+
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def lgt(encoder: str, **options: Any) -> Experiment:
+    return small(**{"method__name": "fedlgt", "method__encoder": encoder} | options)
+
+
+def one_batch(data: Federation, name: str, targets: np.ndarray) -> tuple[Any, Batch]:
+    method = find(name)(data.task())
+    raw = torch.from_numpy(data.train.samples(slice(0, len(targets))))
+    rows = torch.arange(len(targets))
+    return method, Batch(method.task, rows, raw, torch.from_numpy(targets), "none", torch.Generator())
+
+
+# ---- label mask training
+
+
+@pytest.mark.parametrize(("classes", "most"), [(20, 15), (10, 7), (3, 2), (1, 0)])
+def test_label_mask_counts_are_uniform(classes: int, most: int) -> None:
+    """n_known ~ UniformInt[0, ⌊0.75 C⌋], so 25–100 % are unknown; every label equally often."""
+    known = random_known(20_000, classes, 0.75, torch.Generator().manual_seed(0)).numpy()
+    counts = np.bincount(known.sum(1), minlength=most + 1)
+    assert len(counts) == most + 1
+    assert most == 0 or stats.chisquare(counts).pvalue > 1e-3
+    if most:
+        assert stats.chisquare(known.sum(0)).pvalue > 1e-3
+        pair = (known[:, 0] & known[:, 1]).mean()  # E[n(n−1)] / (C(C−1)): drawn without replacement
+        n = np.arange(most + 1)
+        assert pair == pytest.approx((n * (n - 1)).mean() / (classes * (classes - 1)), abs=0.02)
+
+
+def test_label_masks_come_from_the_generator() -> None:
+    draws = [random_known(8, 10, 0.75, torch.Generator().manual_seed(seed)) for seed in (4, 4, 5)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+TARGETS = np.array([[1, 0, -1, 0, 0, 1, 0, 0, -1, 0], [0] * 10, [-1] * 10, [1] * 10], dtype=np.int8)
+
+
+def test_states_are_targets_or_unknown() -> None:
+    method, batch = one_batch(build(small(method__name="fedctran")), "fedctran", np.repeat(TARGETS, 50, axis=0))
+    states = method.states(batch, {"mask": torch.Generator().manual_seed(0)})
+    told = states >= 0
+    assert torch.equal(states[told], batch.targets[told])
+    assert (states[batch.targets < 0] == -1).all()
+    assert 0.2 < told[batch.targets >= 0].float().mean() < 0.5  # ⌊7.5⌋/2 of 10
+
+
+def test_loss_is_summed_over_what_is_unknown_to_the_model_and_annotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, batch = one_batch(build(small(method__name="fedctran")), "fedctran", TARGETS)
+    states = torch.from_numpy(TARGETS).clone()
+    hidden = np.random.default_rng(0).random(TARGETS.shape) < 0.5
+    states[torch.from_numpy(hidden)] = -1
+    monkeypatch.setattr(method, "states", lambda *_: states)
+    model = method.model().eval()
+    with torch.no_grad():
+        z = model(batch.images, states).double().numpy()
+        found = method.loss(model, batch, {}).item()
+    p = 1 / (1 + np.exp(-z))
+    full = -np.where(TARGETS == 1, np.log(p), np.log(1 - p))
+    counted = hidden & (TARGETS >= 0)
+    assert counted.sum() > 5
+    assert found == pytest.approx(full[counted].sum(), rel=1e-5)
+
+
+def test_loss_is_finite_for_extreme_logits() -> None:
+    method, batch = one_batch(build(small(method__name="fedctran")), "fedctran", TARGETS)
+    model = method.model()
+    with torch.no_grad():
+        model.bias.copy_(torch.tensor([100.0, -100.0] * 5))
+    loss = method.loss(model, batch, {"mask": torch.Generator().manual_seed(0)})
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert loss.item() > 50
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+# ---- CA-MLE
+
+
+def test_uncertain_is_exactly_the_closed_interval() -> None:
+    low, high = np.float32(0.48), np.float32(0.52)
+    one, zero = np.float32(1), np.float32(0)
+    p = np.array([np.nextafter(low, zero), low, 0.5, high, np.nextafter(high, one), 0.0, 1.0], dtype=np.float32)
+    assert uncertain(torch.tensor(p), 0.5, 0.02).tolist() == [False, True, True, True, False, False, False]
+    assert uncertain(torch.tensor([0.3, 0.5, 0.7]), 0.5, 0.0).tolist() == [False, True, False]
+
+
+def test_ca_mle_hides_exactly_the_uncertain_entries(glove: str) -> None:
+    data = build(lgt(glove))
+    method, batch = one_batch(data, "fedlgt", TARGETS)
+    hide = torch.from_numpy(np.random.default_rng(3).random((30, 10)) < 0.3)
+    batch.rows = torch.tensor([7, 2, 29, 11])
+    plain = FedCTran.states(method, batch, {"mask": torch.Generator().manual_seed(1)})
+    found = method.states(batch, {"mask": torch.Generator().manual_seed(1), "uncertain": hide})
+    expected = torch.where(hide[[7, 2, 29, 11]], torch.tensor(-1, dtype=torch.int8), plain)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, plain)
+    first = one_batch(build(lgt(glove, method__compat="first-sample")), "fedlgt", TARGETS)[0]
+    found = first.states(batch, {"mask": torch.Generator().manual_seed(1), "uncertain": hide})
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1:], plain[1:])
+
+
+def test_the_teacher_is_the_global_model_and_predicts_once_a_round(
+    glove: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LocalEngine(build(lgt(glove, training__local_epochs=3)), tmp_path)
+    found: list[torch.Tensor] = []
+    original = FedLGT.teacher
+
+    def teacher(self: FedLGT, client: Any) -> torch.Tensor:
+        found.append(original(self, client))
+        return found[-1]
+
+    monkeypatch.setattr(FedLGT, "teacher", teacher)
+    try:
+        start = engine.start()
+        replies = list(engine.round(start, 1))
+        assert len(found) == len(replies) == 4  # one pass a client, not one an epoch
+        data = engine.federation
+        for (peer, _), p in zip(replies, found, strict=True):
+            engine.weights.load(start)
+            engine.model.eval()
+            images = engine.task.inputs(
+                torch.from_numpy(data.train.subset(data.samples[peer.index]).samples(slice(None)))
+            )
+            with torch.no_grad():
+                unknown = torch.full((len(images), 10), -1, dtype=torch.int8)
+                torch.testing.assert_close(p, torch.sigmoid(engine.model(images, unknown)), atol=1e-5, rtol=0)
+    finally:
+        engine.close()
+
+
+# ---- switches
+
+
+def test_without_both_components_it_is_fedctran_bit_for_bit(glove: str) -> None:
+    plain = run(small(method__name="fedctran")).weights
+    assert same_bits(plain, run(lgt(glove, method__ule=False, method__ca_mle=False)).weights)
+    assert same_bits(plain, run(lgt("learned", method__ca_mle=False)).weights)
+    assert not same_bits(plain, run(lgt(glove, method__ca_mle=False)).weights)
+
+
+def test_ca_mle_that_finds_nothing_uncertain_changes_nothing(glove: str) -> None:
+    off, nothing, some, all_ = (
+        run(lgt(glove, training__rounds=1, **change)).weights
+        for change in ({"method__ca_mle": False}, {"method__eps": 0.0}, {"method__eps": 0.2}, {"method__eps": 0.5})
+    )
+    assert same_bits(off, nothing)
+    assert not same_bits(off, some)
+    assert not same_bits(some, all_)
+
+
+def test_prompt_and_fine_names_change_the_embeddings(glove: str, tmp_path: Path) -> None:
+    (tmp_path / "fine.json").write_text('{"nine": ["eight", "one"]}')
+    fine = {"method__fine_names": str(tmp_path / "fine.json")}
+    variants = [{}, {"method__prompt": "{class}"}, fine, fine | {"method__fine": "average"}]
+    labels = [find("fedlgt")(build(lgt(glove, **v)).task()).model().labels for v in variants]
+    for i, a in enumerate(labels):
+        assert not any(torch.equal(a, b) for b in labels[:i])
+    assert torch.equal(labels[0][:9], labels[2][:9])  # only the class that has fine names
+
+
+def test_frozen_embeddings_never_change_and_learned_ones_do(glove: str, tmp_path: Path) -> None:
+    engine = LocalEngine(build(lgt(glove)), tmp_path)
+    try:
+        before = engine.model.labels.clone(), engine.model.states.clone()
+        state = engine.start()
+        for number in (1, 2):
+            state = engine.method.merge(state, engine.round(state, number), number)
+        engine.method.receive(engine.weights, engine.method.deploy(state))
+        assert torch.equal(engine.model.labels, before[0])
+        assert torch.equal(engine.model.states, before[1])
+        assert not {"labels", "states"} & set(engine.weights.layout)
+    finally:
+        engine.close()
+    start = find("fedctran")(build(small(method__name="fedctran")).task()).model()
+    learned = run(small(method__name="fedctran", training__rounds=1)).weights
+    assert not torch.equal(learned["labels"], start.labels)
+    assert not torch.equal(learned["states"], start.states)
+
+
+def test_a_prompt_without_a_place_for_the_class_is_refused(glove: str) -> None:
+    with pytest.raises(ConfigError, match=r"write \{class\} there"):
+        lgt(glove, method__prompt="The photo.")
+
+
+def test_an_encoder_that_is_not_there_is_refused_before_training() -> None:
+    with pytest.raises(ConfigError, match="The choices are: wordllama"):
+        run(lgt("clip"))
+
+
+def test_the_default_encoder_works_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wordllama", reason="pip install 'fedmll[hf]'")
+    import socket
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("somebody wants the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    result = run(small(method__name="fedlgt", training__rounds=1))
+    assert np.isfinite(result.metrics["macro_auc"])
+
+
+@pytest.mark.parametrize("name", ["fedctran", "fedlgt"])
+def test_missing_annotations_other_losses_and_every_worker_count(glove: str, name: str) -> None:
+    values: dict[str, Any] = {"method__name": name, "annotation__kind": "missing", "annotation__missing": 4}
+    values |= {"training__loss": "asl", "training__clip": 10.0, "training__rounds": 1}
+    if name == "fedlgt":
+        values["method__encoder"] = glove
+    alone = run(small(**values))
+    assert np.isfinite(alone.rows[0]["loss"])
+    assert same_bits(alone.weights, run(small(**values, engine__workers=2)).weights)
+
+
+# ---- known labels
+
+
+def test_known_labels_are_themselves_and_unknown_ones_are_predicted() -> None:
+    method, batch = one_batch(build(small(method__name="fedctran")), "fedctran", TARGETS)
+    model = method.model().eval()
+    with torch.no_grad():
+        scores = method.predict(model, batch.images, batch.targets)
+        nothing = method.predict(model, batch.images)
+        told = batch.targets >= 0
+        assert torch.equal(scores[told], batch.targets[told].float())
+        open_ = ~told & told.any(1, keepdim=True)
+        assert open_.any()
+        assert not torch.isclose(scores[open_], nothing[open_], atol=1e-7).any()
+        assert torch.equal(nothing, method.predict(model, batch.images, torch.full_like(batch.targets, -1)))
+
+
+def test_known_labels_help_where_labels_go_together(tmp_path: Path) -> None:
+    """Noise for images; label b is label a, c is the opposite of a. Only who is told a can know b and c."""
+    rng = np.random.default_rng(0)
+    a = rng.random(800) < 0.5
+    y = np.stack([a, a, ~a], axis=1).astype(np.int8)
+    x = rng.normal(size=(800, 4)).astype(np.float32)
+    np.savez(tmp_path / "f.npz", x_train=x[:500], y_train=y[:500], x_test=x[500:], y_test=y[500:])
+    experiment = small(
+        method__name="fedctran", data__name=f"features:{tmp_path / 'f.npz'}", data__limit=500, method__layers=1,
+        model__backbone="auto", model__channels=(16,), training__lr=0.01, training__rounds=4, partition__kind="iid",
+        partition__clients=2, training__batch_size=32,
+    )  # fmt: skip
+    engine = LocalEngine(build(experiment), tmp_path / "memory")
+    try:
+        state = engine.start()
+        for number in range(1, 5):
+            state = engine.method.merge(state, engine.round(state, number), number)
+        engine.method.receive(engine.weights, engine.method.deploy(state))
+        engine.model.eval()
+        test = engine.federation.test
+        known = np.where([True, False, False], test.labels, np.int8(-1))
+        hidden = np.where([True, False, False], np.int8(-1), test.labels)
+        aps = []
+        for given in (None, torch.from_numpy(known)):
+            with torch.inference_mode():
+                scores = engine.method.predict(engine.model, torch.from_numpy(test.samples(slice(None))), given)
+            aps.append(metrics.evaluate(scores.numpy(), hidden, test.classes).values["map"])
+    finally:
+        engine.close()
+    assert aps[0] < 65
+    assert aps[1] > 99
