@@ -1,0 +1,451 @@
+"""Per-label aggregation and central tuning, against NumPy and hand-worked cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import small
+from PIL import Image
+from safetensors.torch import load_file
+from scipy.special import log_softmax, softmax
+from torch import Tensor
+from typer.testing import CliRunner
+
+from fedmll import federation, run
+from fedmll.analysis import coverage
+from fedmll.cli import app
+from fedmll.client import Client, Peer, Task
+from fedmll.data.dataset import Dataset
+from fedmll.data.unlabelled import read_images
+from fedmll.errors import ClientError, ConfigError, DataError
+from fedmll.experiment import Experiment
+from fedmll.grid import crossed
+from fedmll.message import Message
+from fedmll.methods._rows import HeadRows, own_rows
+from fedmll.methods._tuning import Opinions, Tuning, mse, one_thread, pairwise
+from fedmll.methods.base import Method
+from fedmll.methods.private_labels import PrivateFedAvg, PrivateFedProx
+from fedmll.models.backbones import Classifier
+from fedmll.models.flat import FlatWeights
+
+NAMES = ("d", "b", "a", "c")  # not in their own order
+PRIVATE = {"method__name": "private-fedavg", "data__name": "digits"}
+
+
+def make(cls: type[PrivateFedAvg] = PrivateFedAvg, **options: Any) -> PrivateFedAvg:
+    """For 6-wide features of four classes; the encoder is one hidden layer of 5."""
+    experiment = Experiment.make(
+        {
+            "data": {"name": "features:none.npz"},
+            "method": {"name": cls.name, **options},
+            "model": {"channels": (5,)},
+            "partition": {"clients": 3, "server": 0.1},
+        }
+    )
+    server = Dataset(
+        np.random.default_rng(9).normal(size=(50, 6)).astype(np.float32), np.zeros((50, 4), np.int8), NAMES
+    )
+    return cls(Task(experiment, NAMES, (6,), 3, torch.device("cpu"), server))
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    """Tiny tensors: threads would only wait for each other."""
+    with one_thread():
+        yield
+
+
+def owning(*names: str) -> Tensor:
+    return torch.tensor([name in names for name in NAMES])
+
+
+def client_of(method: PrivateFedAvg, labels: np.ndarray, owned: Tensor) -> Client:
+    model = method.model()
+    features = np.random.default_rng(4).normal(size=(len(labels), 6)).astype(np.float32)
+    data = Dataset(features, labels.astype(np.int8), NAMES)
+    return Client(method.task, "k", 1, data, owned, owned, model, FlatWeights(model))
+
+
+# Rows
+
+
+def test_a_clients_own_order_is_by_name() -> None:
+    assert own_rows(NAMES, owning("d", "a", "c")).tolist() == [2, 3, 0]
+    assert own_rows(("a", "x", "c", "d"), torch.tensor([True, False, True, True])).tolist() == [0, 2, 3]
+
+
+def test_rows_are_taken_out_of_flat_weights_and_put_back() -> None:
+    model = make().model()
+    weights = FlatWeights(model)
+    head = HeadRows.of(weights)
+    front, rows, back = head.split(weights.vector, 4)
+    assert isinstance(model, Classifier)
+    assert torch.equal(rows[:, :-1], model.head.weight)
+    assert torch.equal(rows[:, -1], model.head.bias)
+    assert torch.equal(head.join(front, rows, back), weights.vector)
+
+
+@pytest.mark.parametrize("name", ["private-fedavg", "private-fedprox"])
+def test_a_client_receives_the_model_that_has_its_rows_only(name: str) -> None:
+    method = make(PrivateFedAvg if name == "private-fedavg" else PrivateFedProx)
+    full = method.model()
+    state = method.start(FlatWeights(full))
+    message = method.send(state, Peer(0, "k", owning("d", "a", "c")), 1)
+    own = Classifier(make().model().backbone, 3)
+    FlatWeights(own).load(message.tensors)
+    features = torch.from_numpy(np.random.default_rng(0).normal(size=(7, 6)).astype(np.float32))
+    torch.testing.assert_close(own(features), full(features)[:, [2, 3, 0]])
+    assert set(message.tensors) == {"weights"}
+    assert not message.numbers
+
+
+def test_initial_rows_depend_on_their_names_alone() -> None:
+    method = make()
+    other = PrivateFedAvg(Task(method.task.experiment, ("z", "c", "b", "y", "a", "d"), (6,), 9, torch.device("cpu")))
+    ours, theirs = method.model().head, other.model().head
+    assert torch.equal(ours.weight[[0, 1, 2, 3]], theirs.weight[[5, 2, 4, 1]])
+    assert torch.equal(ours.bias[[0, 1, 2, 3]], theirs.bias[[5, 2, 4, 1]])
+    bound = 5**-0.5
+    assert ours.weight.abs().max() <= bound
+    assert len(set(ours.weight.flatten().tolist())) == 20
+
+
+# Aggregation
+
+
+def replies_of(method: PrivateFedAvg, sets: list[tuple[str, ...]], sizes: list[int]) -> tuple[list[Any], np.ndarray]:
+    """Replies with random weights; also these as full models (client, weight), NaN where a client has no row."""
+    head, rng = method._head, np.random.default_rng(6)
+    replies, full = [], []
+    for index, (names, size) in enumerate(zip(sets, sizes, strict=True)):
+        owned = owning(*names)
+        front, rows = torch.tensor(rng.normal(size=35)).float(), torch.tensor(rng.normal(size=(len(names), 6))).float()
+        vector = head.join(front, rows, torch.empty(0))
+        everything = np.full((4, 6), np.nan)
+        for row, name in zip(rows.numpy(), sorted(names), strict=True):
+            everything[NAMES.index(name)] = row
+        replies.append((Peer(index, f"k{index}", owned), Message({"weights": vector}, {"samples": size, "loss": 1.0})))
+        full.append(head.join(front, torch.from_numpy(everything), torch.empty(0)).double().numpy())
+    return replies, np.array(full)
+
+
+def test_rows_are_averaged_over_their_owners() -> None:
+    method = make()
+    sets, sizes = [("a", "b"), ("a",), ("b", "d")], [10, 30, 60]
+    replies, full = replies_of(method, sets, sizes)
+    state = method.start(FlatWeights(method.model()))
+    merged = method.merge(state, iter(replies), 1)["weights"].double().numpy()
+    weight = np.where(np.isnan(full), 0, np.array(sizes)[:, None])
+    with np.errstate(invalid="ignore"):
+        expected = (np.nan_to_num(full) * weight).sum(0) / weight.sum(0)
+    expected = np.where(np.isnan(expected), state["weights"].numpy(), expected)  # row c, which nobody sent
+    np.testing.assert_allclose(merged, expected, rtol=1e-6, atol=1e-7)
+    _, old, _ = method._head.split(state["weights"], 4)
+    _, new, _ = method._head.split(torch.from_numpy(merged).float(), 4)
+    assert torch.equal(old[3], new[3])
+    assert method.records["coverage"].tolist() == [1, 2, 2, 0]
+    assert method.records["labels_absent"] == 1
+
+
+def test_with_all_rows_the_average_is_fedavgs_bit_for_bit() -> None:
+    method = make()
+    replies, _ = replies_of(method, [("a", "b", "c", "d")] * 3, [7, 11, 13])
+    state = method.start(FlatWeights(method.model()))
+    by_label = method.merge(state, replies, 1)["weights"]
+    order = own_rows(NAMES, owning(*NAMES))
+    fedavg = Method.merge(method, state, replies, 1)["weights"]  # rows in the clients' order
+    _, ours, _ = method._head.split(by_label, 4)
+    _, theirs, _ = method._head.split(fedavg, 4)
+    assert torch.equal(ours[order], theirs)
+    assert torch.equal(by_label[:35], fedavg[:35])
+
+
+@pytest.mark.parametrize(("private", "plain"), [("private-fedavg", "fedavg"), ("private-fedprox", "fedprox")])
+def test_public_with_everybody_owning_everything_is_the_plain_method(private: str, plain: str) -> None:
+    ours = run(small(method__name=private, method__labels="public", method__loss="sigmoid"))
+    theirs = run(small(method__name=plain))
+    assert all(torch.equal(ours.weights[name], theirs.weights[name]) for name in theirs.weights)
+    assert ours.metrics == theirs.metrics
+
+
+@pytest.mark.parametrize("change", [6, 12, -6])
+def test_rows_that_a_client_does_not_own_are_refused(change: int) -> None:
+    method = make()
+    sent = method.send(method.start(FlatWeights(method.model())), Peer(0, "k", owning("a", "b")), 1)
+    reply = Message({"weights": torch.zeros(len(sent["weights"]) + change)}, {"samples": 1.0})
+    many = f"{abs(change) // 6} {'more' if change > 0 else 'fewer'} classifier rows"
+    assert many in str(method.refuse(sent, reply))
+    assert method.refuse(sent, Message(dict(sent.tensors), {"samples": 1.0})) is None
+    assert "NaN" in str(method.refuse(sent, Message({"weights": sent["weights"] * torch.nan})))
+    assert "lacks" in str(method.refuse(sent, Message({})))
+
+
+def test_a_client_without_a_label_of_its_own_is_named() -> None:
+    with pytest.raises(ConfigError, match="k1 have no label"):
+        make().begin([Peer(0, "k0", owning("a")), Peer(1, "k1", owning())])
+
+
+# Losses at the client
+
+
+def test_softmax_is_over_the_clients_own_classes() -> None:
+    method = make()
+    labels = np.array([[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]])  # the third shows none of its own
+    client = method._narrowed(client_of(method, labels, owning("b", "a")))
+    assert client.data.classes == ("a", "b")
+    assert client.task.classes == ("a", "b")
+    assert client.model.head.out_features == 2
+    batch = next(client.scan())
+    z = client.model(batch.images).detach().double().numpy()
+    expected = -log_softmax(z, 1)[[0, 1, 3], [1, 0, 1]].mean()
+    np.testing.assert_allclose(method.loss(client.model, batch, {}).item(), expected, rtol=1e-6)
+
+
+def test_sigmoids_are_over_the_known_entries_of_the_own_classes() -> None:
+    method = make(loss="sigmoid")
+    labels = np.array([[1, 1, 0, 0], [0, -1, 1, 0], [0, 0, 0, 1]])
+    client = method._narrowed(client_of(method, labels, owning("b", "a")))
+    batch = next(client.scan())
+    z = client.model(batch.images).detach().double().numpy()
+    y, known = labels[:, [2, 1]] == 1, labels[:, [2, 1]] >= 0
+    entries = np.where(y, np.log1p(np.exp(-z)), np.log1p(np.exp(z)))
+    np.testing.assert_allclose(method.loss(client.model, batch, {}).item(), entries[known].mean(), rtol=1e-6)
+
+
+def test_softmax_with_several_labels_is_refused() -> None:
+    method = make()
+    client = method._narrowed(client_of(method, np.array([[0, 1, 1, 0]] * 3), owning("b", "a")))
+    with pytest.raises(ClientError, match="3 samples with two or more labels"):
+        method.prepare(client, Message(), {})
+    with pytest.raises(ConfigError, match=r"use method\.loss = 'sigmoid'"):
+        small(method__name="private-fedavg")
+
+
+def test_the_proximal_term_is_over_what_the_client_received() -> None:
+    method = make(PrivateFedProx, mu=0.5)
+    client = method._narrowed(client_of(method, np.eye(4)[[1, 2]], owning("b", "a")))
+    local = method.prepare(client, Message(), {})
+    assert sum(start.numel() for start in local["start"]) == 35 + 2 * 6
+    for parameter in client.weights.parameters:
+        parameter.grad = torch.ones_like(parameter)
+        parameter.data += 3
+    method.adjust(client.weights, local)
+    for parameter in client.weights.parameters:
+        np.testing.assert_allclose(parameter.grad, 1 + 0.5 * 3, rtol=1e-5)
+
+
+# Tuning losses: h = (0.5, 0.3, 0.2), one client with the labels 0 and 1 and h_k = (0.6, 0.4)
+
+H, P = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([[0.6, 0.4]])
+CASES = [
+    ("mse", "global", "omit", 0.1**2 + 0.1**2),
+    ("mse", "restricted", "omit", 2 * 0.025**2),  # h over {0, 1} is (0.625, 0.375)
+    ("pairwise", "global", "naive", 2 * (0.6 * 0.3 - 0.4 * 0.5) ** 2),
+    ("pairwise", "global", "omit", 2 * (0.6 * 0.375 - 0.4 * 0.625) ** 2),  # label 2 is absent: h over {0, 1}
+    ("pairwise", "restricted", "naive", 2 * (0.6 * 0.375 - 0.4 * 0.625) ** 2),
+    ("pairwise", "global", "penalise", 2 * (0.02**2 + (0.6 * 0.2) ** 2 + (0.4 * 0.2) ** 2)),
+]
+
+
+@pytest.mark.parametrize(("loss", "scope", "absent", "expected"), CASES)
+def test_tuning_losses_worked_out_by_hand(loss: Any, scope: Any, absent: Any, expected: float) -> None:
+    opinions = Opinions.gather([P], [torch.tensor([0, 1])], 3)
+    objective = Tuning(loss, True, scope, absent, 1, 1, 1.0).objective(opinions)
+    value = objective(H.log()[None], torch.tensor([0]))
+    np.testing.assert_allclose(value.item(), expected, rtol=1e-4)
+
+
+def test_tuning_losses_of_many_clients_against_loops() -> None:
+    rng = np.random.default_rng(8)
+    h = softmax(rng.normal(size=(9, 5)), 1)
+    sets = [[0, 2, 3], [4, 1], [2], [0, 1, 2, 3, 4]]
+    predictions = [softmax(rng.normal(size=(9, len(rows))), 1) for rows in sets]
+    opinions = Opinions.gather([torch.from_numpy(p) for p in predictions], [torch.tensor(s) for s in sets], 5)
+    squares = pairs = 0.0
+    for p, rows in zip(predictions, sets, strict=True):
+        for i, y in enumerate(rows):
+            squares += ((p[:, i] - h[:, y]) ** 2).mean()
+            pairs += sum(((p[:, i] * h[:, v] - p[:, j] * h[:, y]) ** 2).mean() for j, v in enumerate(rows) if j != i)
+    full = torch.from_numpy(h)[None]
+    np.testing.assert_allclose(mse(opinions.p, full, opinions.own).item(), squares)
+    np.testing.assert_allclose(pairwise(opinions.p, full, opinions.own).item(), pairs)
+    assert not opinions.absent.any()
+
+
+def test_sigmoid_probabilities_are_not_normalised() -> None:
+    opinions = Opinions.gather([P], [torch.tensor([0, 1])], 3)
+    logits = torch.log(H / (1 - H))[None]
+    for scope in ("global", "restricted"):
+        value = Tuning("mse", False, scope, "omit", 1, 1, 1.0).objective(opinions)(logits, torch.tensor([0]))
+        np.testing.assert_allclose(value.item(), 0.02, rtol=1e-4)
+
+
+@pytest.mark.parametrize("absent", ["omit", "naive", "penalise"])
+def test_a_label_that_all_clients_lack(absent: Any) -> None:
+    """Three separable classes; the global classifier is right about all, the round's only client has the labels 0 and
+    1. `naive` gives everything to label 2, `penalise` takes it away from all; by default nothing is lost."""
+    truth = torch.arange(300) % 3
+    noise = torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
+    features = 2 * torch.eye(3)[truth] + 0.3 * noise
+    rows = torch.cat([torch.eye(3), torch.zeros(3, 1)], 1)
+    logits = features @ rows[:, :-1].T
+    assert (logits.argmax(1) == truth).all()
+    opinions = Opinions.gather([torch.softmax(0.3 * logits[:, :2], 1)], [torch.tensor([0, 1])], 3)
+    tuning = Tuning("pairwise", True, "global", absent, 150, 100, 0.1)
+    tuned = tuning.fit(rows, features, opinions, torch.Generator().manual_seed(1))
+    found = (features @ tuned[:, :-1].T + tuned[:, -1]).argmax(1)
+    right = [(found[truth == label] == label).float().mean().item() for label in range(3)]
+    if absent == "omit":
+        assert min(right) > 0.95
+        assert torch.equal(tuned[2], rows[2])
+    elif absent == "naive":
+        assert right[2] == 1
+        assert max(right[:2]) < 0.05
+    else:
+        assert right[2] < 0.05
+        assert min(right[:2]) > 0.95
+
+
+@pytest.mark.parametrize("loss", ["mse", "pairwise"])
+def test_tuning_brings_the_classifier_near_its_clients(loss: Any) -> None:
+    """Two clients that each know half: with their help a random classifier learns to tell all four classes apart."""
+    truth = torch.arange(400) % 4
+    features = 2 * torch.eye(4)[truth] + 0.3 * torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
+    sets = [torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3])]
+    opinions = Opinions.gather([torch.softmax(3 * features[:, s], 1) for s in sets], sets, 4)
+    rows = 0.3 * torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
+    tuning = Tuning(loss, True, "restricted", "omit", 300, 128, 0.05)
+    tuned = tuning.fit(rows, features, opinions, torch.Generator().manual_seed(1))
+    right = [((features @ r[:, :-1].T + r[:, -1]).argmax(1) == truth).float().mean().item() for r in (rows, tuned)]
+    assert right[0] < 0.6
+    assert right[1] > 0.9
+
+
+# Tuning in a run
+
+
+@pytest.mark.parametrize("labels", ["private", "public"])
+def test_client_predictions_for_tuning(labels: str) -> None:
+    """h_k of a reply on the server's samples, against the network worked out in NumPy."""
+    method = make(tuning="mse", labels=labels)
+    peer, rng = Peer(0, "k", owning("a", "d")), np.random.default_rng(5)
+    count = 2 if labels == "private" else 4
+    first, rows = rng.normal(size=(5, 7)).astype(np.float32), rng.normal(size=(count, 6)).astype(np.float32)
+    front = np.concatenate([first[:, :6].ravel(), first[:, 6]])
+    vector = method._head.join(torch.from_numpy(front), torch.from_numpy(rows), torch.empty(0))
+    found = method._opinion(Message({"weights": vector}), own_rows(NAMES, peer.owned)).numpy()
+    hidden = np.maximum(method.task.server_data.store @ first[:, :6].T + first[:, 6], 0)
+    p = softmax(hidden @ rows[:, :-1].T + rows[:, -1], 1)
+    np.testing.assert_allclose(found, p if labels == "private" else p[:, [2, 0]], rtol=1e-4, atol=1e-6)
+
+
+def test_images_are_predicted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = PrivateFedAvg._features
+    monkeypatch.setattr(PrivateFedAvg, "_features", lambda self, t: calls.append(1) or real(self, t))
+    run(small(**PRIVATE, partition__server=0.2, method__tuning="mse", method__tuning_steps=30))
+    assert len(calls) == 2 * (4 + 1)  # two rounds: four clients, and the merged model
+    calls.clear()
+    run(small(**PRIVATE, partition__server=0.2))
+    assert not calls
+
+
+def test_feedback_decides_what_the_next_round_starts_from() -> None:
+    states = {}
+    for feedback in (True, False):
+        method = make(tuning="mse", feedback=feedback)
+        replies, _ = replies_of(method, [("a", "b"), ("c", "d")], [10, 20])
+        state = method.start(FlatWeights(method.model()))
+        untuned = make().merge(state, replies, 1)["weights"]
+        states[feedback] = method.merge(state, replies, 1)
+        everybody = Peer(0, "k", owning(*NAMES))
+        sent = method.send(states[feedback], everybody, 2)["weights"]
+        start = make().send({"weights": untuned}, everybody, 2)["weights"]
+        assert torch.equal(sent, start) is not feedback
+        assert torch.equal(sent[:35], start[:35])  # the encoder is not tuned
+    deployed = [make(feedback=f).deploy(states[f])["weights"] for f in (True, False)]
+    assert torch.equal(*deployed)
+
+
+def test_tuning_needs_images_at_the_server(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"partition\.server"):
+        small(**PRIVATE, method__tuning="mse")
+    with pytest.raises(ConfigError, match="not a folder with images"):
+        small(**PRIVATE, method__tuning="mse", method__tuning_images=tmp_path)
+
+
+def test_tuning_with_a_folder_of_images(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), dtype=np.uint8)
+    (tmp_path / "more").mkdir()
+    for i, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / ("more" if i > 5 else ".") / f"{i:02d}.png")
+    assert read_images(tmp_path, (1, 8, 8)).shape == (12, 1, 8, 8)
+    tuned = run(small(**PRIVATE, method__tuning="pairwise", method__tuning_images=tmp_path))
+    plain = run(small(**PRIVATE))
+    assert not torch.equal(tuned.weights["head.weight"], plain.weights["head.weight"])
+    (tmp_path / "broken.png").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"broken\.png"):
+        run(small(**PRIVATE, method__tuning="mse", method__tuning_images=tmp_path))
+
+
+def test_a_private_run_on_real_digits_learns() -> None:
+    sets = {"partition__kind": "labels-per-client", "partition__labels_per_client": 5, "partition__server": 0.1}
+    training = {"data__limit": 1000, "model__channels": (8, 16), "training__rounds": 5, "training__lr": 1e-2}
+    result = run(small(**PRIVATE, **sets, **training))
+    assert result.metrics["accuracy"] > 40
+    share = result.per_class["accuracy"]
+    assert share.shape == (10,)
+    np.testing.assert_allclose(np.average(share, weights=result.per_class["positives"]), result.metrics["accuracy"])
+
+
+# The audit and the sweep
+
+
+def test_coverage_before_a_run_is_what_the_run_records(tmp_path: Path) -> None:
+    experiment = small(
+        **PRIVATE, partition__kind="labels-per-client", partition__labels_per_client=3, participation__count=2,
+        training__rounds=3,
+    )  # fmt: skip
+    divided = federation.build(experiment)
+    counts = coverage.coverage(divided, 3)
+    run(experiment, tmp_path / "run", prepared=divided)
+    recorded = [load_file(file)["coverage"].tolist() for file in sorted((tmp_path / "run" / "records").iterdir())]
+    assert counts.tolist() == recorded
+    assert counts.sum(1).tolist() == [6, 6, 6]
+    assert (counts == 0).any()
+
+
+def test_coverage_table() -> None:
+    counts = np.array([[1, 0], [2, 0], [0, 3], [1, 0]])
+    _, rows = coverage.table(counts, ["x", "y"])
+    assert rows == [["x", "0", "1.0", "2", "1", "1"], ["y", "0", "0.8", "3", "3", "2"]]
+    assert coverage.as_csv(counts, ["x", "y"]).splitlines()[:2] == ["round,x,y", "1,1,0"]
+
+
+def test_a_sweep_is_every_method_at_every_value() -> None:
+    assert crossed(["a", "b:mu=1"], "partition.beta", [0.1, 2]) == [
+        "a:partition.beta=0.1", "b:mu=1+partition.beta=0.1", "a:partition.beta=2", "b:mu=1+partition.beta=2",
+    ]  # fmt: skip
+    assert crossed(["a"], None, []) == ["a"]
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    file, out = tmp_path / "experiment.toml", tmp_path / "grid"
+    experiment = small(**PRIVATE, partition__kind="labels-per-client", participation__count=2)
+    file.write_text(experiment.changed({"partition.labels_per_client": 3}).to_toml())
+    shown = CliRunner().invoke(app, ["data", "coverage", str(file), "--out", str(tmp_path / "coverage.csv")])
+    assert shown.exit_code == 0, shown.output
+    assert "rounds without" in shown.output
+    assert len((tmp_path / "coverage.csv").read_text().splitlines()) == 1 + 2
+
+    vary = ["--vary", "partition.labels_per_client=3,5", "--seeds", "0", "--metrics", "accuracy", "--out", str(out)]
+    compared = CliRunner().invoke(app, ["compare", str(file), "--methods", "private-fedavg", *vary])
+    assert compared.exit_code == 0, compared.output
+    table = (out / "table.md").read_text()
+    assert "private-fedavg:partition.labels_per_client=3" in table
+    assert "private-fedavg:partition.labels_per_client=5" in table
