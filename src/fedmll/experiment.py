@@ -60,10 +60,10 @@ class Annotation(Section):
 
 class Model(Section):
     backbone: Literal["auto", "convnet", "resnet18", "mlp", "vit"] = "auto"
-    channels: tuple[int, ...] = (32, 64, 128, 128)  # of convnet's blocks; mlp: its hidden widths
+    channels: tuple[int, ...] = (32, 64, 128, 128)  # of convnet's blocks, mlp's layers, vit's layers (the last)
     norm: Literal["batch", "group"] = "batch"
     stem: Literal["auto", "cifar", "imagenet"] = "auto"  # of resnet18
-    weights: Path | None = None  # initial weights: .safetensors or .pth (resnet18), a folder (vit)
+    weights: Path | None = None  # initial weights: .safetensors or .pth (resnet18), a folder or hub name (vit)
 
 
 class Training(Section):

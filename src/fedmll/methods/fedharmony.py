@@ -177,7 +177,7 @@ class FedHarmony(Method):
         if not self.active:
             return refuse_unlike(expected, reply)
         classes = len(self.task.classes)
-        expected["correlation"] = torch.empty(classes, classes)
+        expected["correlation"] = torch.ones(classes, classes)  # as large as it can be
         if "consensus" in sent.tensors and self.options.blocks and self.options.clustering == "each":
             expected["blocks"] = self.one_block()
         reason = refuse_unlike(expected, reply)
