@@ -32,14 +32,16 @@ def main() -> None:
     if not runs:
         parser.error(f"there is no finished run in {options.folder}")
     found: dict[str, list[tuple[int, picture.RunCorrelations, float]]] = {}
-    prepared = {}
+    prepared: dict[str, federation.Federation] = {}
     for run in runs:
         experiment = Experiment.load(run / "experiment.toml")
-        if experiment.seed not in prepared:
-            prepared = {experiment.seed: federation.build(experiment)}
+        parts = (experiment.data, experiment.partition, experiment.annotation)
+        key = f"{experiment.seed} {[part.model_dump_json() for part in parts]}"
+        if key not in prepared:
+            prepared[key] = federation.build(experiment)
         row = "/".join(part for part in run.relative_to(options.folder).parts if not part.startswith("seed-"))
         summary = json.loads((run / "summary.json").read_text())
-        one = picture.of_run(run, prepared[experiment.seed])
+        one = picture.of_run(run, prepared[key])
         found.setdefault(row or experiment.method.name, []).append((experiment.seed, one, summary["metrics"]["map"]))
     table = [
         [

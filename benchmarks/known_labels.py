@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, type=Path, help="a packed file with test images, e.g. of MS-COCO")
     parser.add_argument("--method", default="fedlgt", choices=("fedctran", "fedlgt"))
-    parser.add_argument("--rounds", default=6, type=int)
+    parser.add_argument("--rounds", default=4, type=int)
     parser.add_argument("--every", default=2, type=int, help="rounds between two looks")
     parser.add_argument("--clients", default=4, type=int)
     parser.add_argument("--size", default=64, type=int, help="side of the images in pixels")

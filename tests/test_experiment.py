@@ -75,6 +75,6 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_every_published_setting_is_a_valid_one() -> None:
     for name, method in methods.registry().items():
         if not name.startswith("test-"):
-            changed = Experiment().changed({"method.name": name} | method.published)
+            changed = Experiment().changed({"data.name": "digits", "method.name": name} | method.published)
             assert changed.method.name == name
             assert method.summary

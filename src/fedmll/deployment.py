@@ -1,0 +1,242 @@
+"""A real federation from the server's side: `serve` and `go_on`. A run's folder has, beside what every run has,
+
+server.json   how the server is run (clients, deadlines, address, keys): what `fedmll resume` needs
+sites.json    what each client said of its data when it first came
+flower/       Flower's own files and the SuperLink's log
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedmll import federation, files, keys, runner, site
+from fedmll.data import sources
+from fedmll.data.dataset import Dataset
+from fedmll.engines.base import Engine
+from fedmll.engines.site_worker import Setup
+from fedmll.errors import ConfigError, DataError, FederationError
+from fedmll.experiment import Experiment
+from fedmll.federation import Federation
+from fedmll.methods import find
+from fedmll.runner import Observer, Result
+
+if TYPE_CHECKING:
+    from fedmll.engines.flower.roster import Grid, Introduction, Roster
+
+RETURN_SECONDS = 60  # for clients to notice that a server is back
+NO_DATA = "none"  # data.name of a server without test data
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a federation's server is run. Nothing of it changes a result, but the clients' names."""
+
+    clients: tuple[str, ...]
+    host: str = "0.0.0.0"
+    port: int = 8000
+    keys: str | None = "keys"  # None: insecure
+    min_clients: int = 2
+    round_timeout: float = 600
+    join_timeout: float = 1800  # until every client has come once
+    tries: int = 3  # of a round that gets too few replies
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def __post_init__(self) -> None:
+        if not self.clients:
+            raise ConfigError("--clients names nobody; write for example --clients hospital-a,hospital-b.")
+        for name in self.clients:
+            keys.check_name(name)
+        if len(set(self.clients)) != len(self.clients):
+            raise ConfigError("--clients names somebody twice; each client needs a name of its own.")
+        if not 1 <= self.min_clients <= len(self.clients):
+            raise ConfigError(f"--min-clients {self.min_clients} is not possible with {len(self.clients)} clients.")
+        if self.round_timeout <= 0 or self.join_timeout <= 0:
+            raise ConfigError("--round-timeout and --join-timeout are seconds, more than 0.")
+
+
+def is_server(out: Path) -> bool:
+    return (out / "server.json").is_file()
+
+
+def serve(experiment: Experiment, server: Server, out: Path, observer: Observer | None = None) -> Result:
+    """Run a federation from round 1, and leave a folder that `go_on` can go on with."""
+    _check(experiment)
+    if server.keys is not None:  # before anything is written
+        keys.server_files(Path(server.keys))
+        keys.registered(Path(server.keys), server.clients)
+        server = replace(server, keys=str(Path(server.keys).resolve()))
+    runner.create(out, experiment)
+    files.write(out / "server.json", json.dumps(asdict(server), indent=2) + "\n")
+    return go_on(out, observer)
+
+
+def go_on(out: Path, observer: Observer | None = None) -> Result:
+    """Start the federation in a folder, or go on with it from its last checkpoint."""
+    from fedmll.engines.flower.link import own_link
+    from fedmll.engines.flower.processes import Link, new_secret
+
+    observer = observer or Observer()
+    experiment, server = runner.experiment_in(out), server_in(out)
+    if (out / "summary.json").exists():
+        raise ConfigError(f"The run in {out} is over: its result is in summary.json and model.safetensors there.")
+    link = Link(server.host, server.port, str(out / "flower"), str(new_secret(out / "flower")), {})
+    if server.keys is not None:
+        folder = Path(server.keys)
+        certificate, key, ca = map(str, keys.server_files(folder))
+        nodes = keys.registered(folder, server.clients)
+        link = replace(link, nodes=nodes, certificate=certificate, key=key, ca=ca)
+    with own_link(link) as connected:
+        return drive(connected.grid, experiment, server, out, observer, connected.alive)
+
+
+def server_in(out: Path) -> Server:
+    values = json.loads((out / "server.json").read_text())
+    return Server(**values | {"clients": tuple(values["clients"])})
+
+
+def drive(
+    grid: Grid,
+    experiment: Experiment,
+    server: Server,
+    out: Path,
+    observer: Observer,
+    alive: Callable[[], None] = lambda: None,
+) -> Result:
+    """The run itself, over any Grid of Flower's (a SuperLink's, or its simulation engine's)."""
+    from fedmll.engines.flower.engine import FlowerEngine
+    from fedmll.engines.flower.roster import Roster
+
+    mine = own_data(experiment, observer)
+    classes = mine.test.classes
+    method = find(experiment.method.name)
+    private = method.Options(**experiment.method.options).model_dump().get("labels") == "private"
+    told = json.loads(experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True}))
+    told["data"] = {"name": NO_DATA}  # where the server's files lie is nobody's business
+    setup = Setup(server.run, told, None if private else classes, mine.test.sample_shape, len(server.clients))
+    roster = Roster(
+        grid,
+        server.clients,
+        server.keys is not None,
+        setup.to_json(),
+        out / "sites.json",
+        observer.warning,
+        classes,
+    )
+    _wait_for_all(roster, server, alive)
+    engines: list[FlowerEngine] = []
+
+    def make_engine(data: Federation, _: Path) -> Engine:
+        engine = FlowerEngine(
+            data,
+            roster,
+            min_clients=server.min_clients,
+            round_timeout=server.round_timeout,
+            tries=server.tries,
+            alive=alive,
+        )
+        engines.append(engine)
+        return engine
+
+    prepared = _federation(experiment, server, roster.introductions, mine)
+    result = runner.resume(out, observer=observer, prepared=prepared, make_engine=make_engine)
+    engines[0].farewell()
+    return result
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """What the server itself has: test data (none: an empty one, with the classes and the shape), unlabelled images."""
+
+    test: Dataset
+    unlabelled: Dataset | None
+
+
+def own_data(experiment: Experiment, observer: Observer) -> OwnData:
+    data = experiment.data
+    if data.name == NO_DATA:
+        if experiment.sites is None or data.size is None:
+            raise ConfigError(
+                "data.name = 'none' is for a server without test data; it must then say what the clients have: "
+                "sites.classes = ['…', '…'] and data.size (and sites.channels = 1 for grey images)."
+            )
+        store = np.zeros((0, experiment.sites.channels, data.size, data.size), np.uint8)
+        classes = experiment.sites.classes
+        return OwnData(Dataset(store, np.zeros((0, len(classes)), np.int8), classes), None)
+    if data.name.startswith("folder:"):
+        test, train = site.load_test(
+            Path(data.name.partition(":")[2]).expanduser(), data.root, data.size, observer.preparing
+        )
+        if not len(test):
+            raise DataError(f"The server's own data, {data.name}, has no row with split = test.")
+        return OwnData(test, train if len(train) else None)
+    composition = data.model_dump(include={"layout", "singles", "pairs"})
+    splits = sources.load(data.name, data.root, data.size, experiment.seed, composition, observer.preparing)
+    return OwnData(splits.test, None)
+
+
+def _check(experiment: Experiment) -> None:
+    method = find(experiment.method.name)
+    if method.pooled:
+        raise ConfigError(
+            f"'{method.name}' trains on all data in one place; a federation between machines exists to avoid that. "
+            "Choose another method (`fedmll methods`)."
+        )
+    if experiment.model.backbone == "mlp":
+        raise ConfigError("A federation between machines is for images; feature vectors are for `fedmll run`.")
+
+
+def _wait_for_all(roster: Roster, server: Server, alive: Callable[[], None]) -> None:
+    """Until every client has come once and all are connected; after a restart, or enough of them for a while."""
+    deadline = time.monotonic() + server.join_timeout
+    enough = time.monotonic() + min(RETURN_SECONDS, server.join_timeout)
+    while True:
+        alive()
+        roster.update()
+        missing = [name for name in server.clients if name not in roster.introductions]
+        here = len(roster.members)
+        if here == len(server.clients):
+            return
+        if not missing and here >= server.min_clients and time.monotonic() > enough:
+            return
+        if time.monotonic() > deadline:
+            who = (
+                f"{', '.join(missing)} did not come" if missing else f"only {len(roster.members)} clients are connected"
+            )
+            raise FederationError(
+                f"{who} in {server.join_timeout:g} s (--join-timeout). Nothing is lost: start `fedmll join` there, "
+                "then go on with `fedmll resume` here, or start a new run with other --clients."
+            )
+        time.sleep(0.5)
+
+
+def _federation(
+    experiment: Experiment, server: Server, introductions: dict[str, Introduction], mine: OwnData
+) -> Federation:
+    """The federation as the server knows it: sizes and classes, not a single training sample."""
+    classes = mine.test.classes
+    known = np.array([[name in introductions[client].classes for name in classes] for client in server.clients])
+    nothing = Dataset(mine.test.store[:0], np.zeros((0, len(classes)), np.int8), classes, np.zeros(0, np.int64))
+    samples: tuple[NDArray[np.int64], ...] = tuple(np.arange(introductions[name].samples) for name in server.clients)
+    return federation.Federation(
+        experiment,
+        nothing,
+        nothing.labels,
+        mine.test,
+        nothing,
+        None,
+        server.clients,
+        samples,
+        known,
+        np.ones_like(known),
+        {},
+        mine.unlabelled,
+    )

@@ -1,0 +1,12 @@
+"""A real federation on Flower (flwr 1.41). Nothing outside this package imports flwr.
+
+records.py     Message ↔ Flower's records: raw arrays, numbers and plain settings, never a pickle
+processes.py   starts the SuperLink and the SuperNode as child processes
+children.py    what runs in them: Flower's own, with the doors shut that it leaves open
+link.py        the server's end of its SuperLink
+site_app.py    the ClientApp: any method of the registry at a site
+executor.py    runs the ClientApp for a SuperNode in one process that stays (Flower starts one a message)
+roster.py      who is connected, by name
+engine.py      FlowerEngine: rounds by deadline; what runner.py drives
+server_app.py  the ServerApp, for Flower's own runtimes (its simulation engine on Ray)
+"""

@@ -1,0 +1,132 @@
+"""A consortium of three for the tests: scikit-learn's digits as PNG files and CSVs. Site c misses three classes.
+
+`python sites.py fedmll …` is the command line with the test methods below known to it, for servers and clients that are
+processes of their own."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from fedmll import keys
+from fedmll.client import Client
+from fedmll.experiment import Experiment
+from fedmll.message import Message, Tensors
+from fedmll.methods.base import Method
+
+CLASSES = [f"digit-{number}" for number in range(10)]
+NAMES = ("site-a", "site-b", "site-c")
+SIZES = {"site-a": 90, "site-b": 70, "site-c": 50, "test": 120}
+NOT_ANNOTATED = {"site-c": (2, 5, 7)}
+SETTINGS: dict[str, Any] = {
+    "seed": 3,
+    "partition": {"kind": "natural", "holdout": 0.0},
+    "model": {"channels": [4, 8]},
+    "training": {"rounds": 2, "batch_size": 16, "lr": 0.005},
+    "engine": {"workers": 0},
+}
+
+
+@dataclass(frozen=True)
+class Consortium:
+    """FOLDER/site-a/labels.csv, …, FOLDER/test/labels.csv, FOLDER/all.csv, FOLDER/images, FOLDER/keys."""
+
+    folder: Path
+
+    def experiment(self, source: str, **changes: Any) -> Experiment:
+        values = SETTINGS | {"data": {"name": source, "root": str(self.folder / "images")}}
+        return Experiment.make(values).changed({key.replace("__", "."): value for key, value in changes.items()})
+
+    def local(self, **changes: Any) -> Experiment:
+        """The same federation on one machine: one CSV with a column that says whose an image is."""
+        return self.experiment(f"folder:{self.folder / 'all.csv'}", **changes)
+
+    def server(self, **changes: Any) -> Experiment:
+        return self.experiment(f"folder:{self.folder / 'test' / 'labels.csv'}", **changes)
+
+    @property
+    def keys(self) -> Path:
+        return self.folder / "keys"
+
+
+def write_consortium(folder: Path, with_keys: bool = True) -> Consortium:
+    digits = load_digits()
+    (folder / "images").mkdir(parents=True)
+    every, start = [], 0
+    for name, count in SIZES.items():
+        rows = []
+        for place in range(start, start + count):
+            image = f"{place:05d}.png"
+            Image.fromarray((digits.images[place] * 15.9).astype("uint8")).save(folder / "images" / image)
+            cells = ["1" if digits.target[place] == number else "0" for number in range(10)]
+            for number in NOT_ANNOTATED.get(name, ()):
+                cells[number] = ""
+            rows.append([image, *cells])
+        start += count
+        hidden = NOT_ANNOTATED.get(name, ())
+        kept = [0, *(number + 1 for number in range(10) if number not in hidden)]  # the column is not even there
+        write_csv(folder / name / "labels.csv", [[row[k] for k in kept] for row in [["image", *CLASSES], *rows]])
+        every += [[*row, *(("test", "") if name == "test" else ("train", name))] for row in rows]
+    write_csv(folder / "all.csv", [["image", *CLASSES, "split", "client"], *every])
+    if with_keys:
+        keys.init(folder / "keys", [])
+        for name in (*NAMES, "stranger"):
+            keys.new_node(folder / "keys", name)
+    return Consortium(folder)
+
+
+def write_csv(path: Path, rows: list[list[str]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+class Drifting(Method):
+    """Has a client memory that matters for the weights; takes its time, so that something can happen in a round."""
+
+    name: ClassVar[str] = "test-drifting-slowly"
+
+    class Options(Method.Options):
+        seconds: float = 0.0
+
+    options: Options
+
+    def finish(self, client: Client, local: dict, reply: Message, memory: Tensors) -> None:
+        time.sleep(self.options.seconds)
+        drift = memory.get("drift", torch.zeros_like(reply["weights"]))
+        memory["drift"] = 0.5 * drift + reply["weights"]
+        reply.tensors["weights"] = 0.5 * reply["weights"] + 0.25 * memory["drift"]
+
+
+class Evil(Method):
+    """site-b replies something else every round."""
+
+    name: ClassVar[str] = "test-evil"
+
+    def finish(self, client: Client, local: dict, reply: Message, memory: Tensors) -> None:
+        if client.name != "site-b":
+            return
+        weights = reply["weights"]
+        if client.round == 1:
+            weights[3] = torch.nan
+        elif client.round == 2:
+            reply.tensors["weights"] = weights[:-1]
+        elif client.round == 3:
+            reply.tensors["backdoor"] = weights
+        elif client.round == 4:
+            weights.mul_(100)
+
+
+if __name__ == "__main__":
+    from fedmll.cli import main
+
+    sys.argv = sys.argv[1:]
+    main()
