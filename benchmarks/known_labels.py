@@ -86,7 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--method", default="fedlgt", choices=("fedctran", "fedlgt"))
     parser.add_argument("--rounds", default=4, type=int)
     parser.add_argument("--every", default=2, type=int, help="rounds between two looks")
-    parser.add_argument("--clients", default=4, type=int)
+    parser.add_argument("--clients", default=2, type=int)
     parser.add_argument("--size", default=64, type=int, help="side of the images in pixels")
     parser.add_argument("--lr", default=1e-3, type=float)
     parser.add_argument("--batch", default=32, type=int)

@@ -80,8 +80,8 @@ def load(
     annotated = (labels != UNKNOWN).any(0)
     names = table.classes if classes is None else tuple(classes)
     if classes is None:
-        labels, names = labels[:, annotated], tuple(np.array(names)[annotated].tolist())
-        annotated = annotated[annotated]
+        own = sorted(np.flatnonzero(annotated).tolist(), key=names.__getitem__)  # the order of a private client's rows
+        labels, names, annotated = labels[:, own], tuple(names[column] for column in own), annotated[own]
     size = shape[1] if shape[1] == shape[2] else None
     store = _as_shape(site, folder.decoded(table, size, progress), tuple(shape))
     samples = Dataset(store, labels, names)
