@@ -16,7 +16,7 @@ from scipy.special import log_softmax, softmax
 from torch import Tensor
 from typer.testing import CliRunner
 
-from fedmll import federation, run
+from fedmll import federation, resume, run
 from fedmll.analysis import coverage
 from fedmll.cli import app
 from fedmll.client import Client, Peer, Task
@@ -32,6 +32,7 @@ from fedmll.methods.base import Method
 from fedmll.methods.private_labels import PrivateFedAvg, PrivateFedProx
 from fedmll.models.backbones import Classifier
 from fedmll.models.flat import FlatWeights
+from fedmll.runner import Observer, Row
 
 NAMES = ("d", "b", "a", "c")  # not in their own order
 PRIVATE = {"method__name": "private-fedavg", "data__name": "digits"}
@@ -401,6 +402,25 @@ def test_a_private_run_on_real_digits_learns() -> None:
     share = result.per_class["accuracy"]
     assert share.shape == (10,)
     np.testing.assert_allclose(np.average(share, weights=result.per_class["positives"]), result.metrics["accuracy"])
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_the_number_of_workers_and_an_interruption_change_nothing(feedback: bool, tmp_path: Path) -> None:
+    """`feedback` off keeps a second classifier in the server's state."""
+
+    class Stop(Observer):
+        def round_done(self, row: Row) -> None:
+            if row["round"] == 1:
+                raise KeyboardInterrupt
+
+    settings = {"partition__server": 0.2, "method__tuning": "pairwise", "method__feedback": feedback}
+    sets = {"partition__kind": "labels-per-client", "partition__labels_per_client": 5, "training__rounds": 3}
+    whole = run(small(**PRIVATE, **settings, **sets))
+    two = small(**PRIVATE, **settings, **sets, engine__workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(two, tmp_path / "run", observer=Stop())
+    resumed = resume(tmp_path / "run")
+    assert all(torch.equal(whole.weights[name], resumed.weights[name]) for name in whole.weights)
 
 
 # The audit and the sweep
