@@ -46,7 +46,7 @@ def measure(
 
     from fedmll import federation
     from fedmll.analysis.correlation import spectral_blocks
-    from fedmll.cli import parse_settings
+    from fedmll.cli_options import parse_settings
     from fedmll.engines.local import LocalEngine
     from fedmll.experiment import Experiment, merged
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from fedmll import cli_federation
+from fedmll import cli_data, cli_federation
+from fedmll.cli_options import (
+    Backbone,
+    Clients,
+    DataName,
+    Device,
+    File,
+    MethodName,
+    Published,
+    Root,
+    Rounds,
+    Seed,
+    Set,
+    Track,
+    Workers,
+    experiment_from,
+    fresh_folder,
+    parse_value,
+    stoppable,
+)
 from fedmll.errors import ConfigError, FedmllError
 
 if TYPE_CHECKING:
@@ -27,91 +42,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="Look at data sources, and pack your own images.", no_args_is_help=True)
-app.add_typer(data_app, name="data")
-cli_federation.register(app)
-
-File = Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="The experiment; without it, the defaults.")]
-MethodName = Annotated[str | None, typer.Option("--method", help="A method (see `fedmll methods`).")]
-DataName = Annotated[str | None, typer.Option("--data", help="A data source (see `fedmll data list`).")]
-Root = Annotated[Path | None, typer.Option("--root", help="Where the data lies.", show_default=False)]
-Backbone = Annotated[str | None, typer.Option("--backbone", help="convnet, resnet18, vit; mlp for feature vectors.")]
-Clients = Annotated[int | None, typer.Option("--clients", help="How many clients.")]
-Rounds = Annotated[int | None, typer.Option("--rounds", help="How many rounds.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="The seed of everything random.")]
-Workers = Annotated[int | None, typer.Option("--workers", help="Worker processes; 0: in this process. Default: cores.")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or auto.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting, e.g. training.lr=3e-4.")
-]
-Track = Annotated[bool, typer.Option("--track", help="Also write curves for TensorBoard (extra `track`).")]
-Published = Annotated[bool, typer.Option("--as-published", help="Train as the method's paper does (rounds, lr, …).")]
-
-
-def parse_value(text: str) -> Any:
-    """As in a TOML file; what is not TOML is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def parse_settings(settings: list[str] | None) -> dict[str, Any]:
-    values = {}
-    for setting in settings or []:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"--set takes section.key=value, for example training.lr=3e-4; it got '{setting}'.")
-        values[key.strip()] = parse_value(value.strip())
-    return values
-
-
-def experiment_from(
-    file: Path | None, options: dict[str, Any], settings: list[str] | None, published: bool = False
-) -> Any:
-    """The file's values, then the options, then --set; a method's published settings only where none of them speaks."""
-    from fedmll import methods
-    from fedmll.experiment import Experiment, merged, read_toml
-
-    values = {} if file is None else read_toml(file)
-    overrides = {key: value for key, value in options.items() if value is not None} | parse_settings(settings)
-    values = merged(values, overrides)
-    if published:
-        method = methods.find(values.get("method", {}).get("name", "fedavg"))
-        for key, value in method.published.items():
-            section, _, name = key.partition(".")
-            if name not in values.get(section, {}):
-                values = merged(values, {key: value})
-    return Experiment.make(values)
-
-
-@contextmanager
-def stoppable(hint: str) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop cleanly and say how to go on."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    except KeyboardInterrupt:
-        from fedmll.display import errors
-
-        errors.print(f"\nStopped. Go on with: [bold]{escape(hint)}[/]", soft_wrap=True)
-        raise typer.Exit(130) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def fresh_folder(name: str) -> Path:
-    """runs/NAME, or runs/NAME-2, … : the first that does not exist."""
-    base = Path("runs") / name.replace(":", "-").replace("/", "-")
-    folder, number = base, 1
-    while folder.exists():
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder
 
 
 def watched(progress: RunProgress, out: Path, track: bool) -> Observer:
@@ -288,88 +218,8 @@ def list_methods(name: Annotated[str | None, typer.Argument(help="One method, in
         display.console.print(display.options_table("as published (--as-published)", cls.published))
 
 
-@data_app.command("list")
-def list_data(root: Root = None) -> None:
-    """The data sources and whether they are at hand (in --root, if they need one)."""
-    from fedmll import display
-    from fedmll.data import sources
-
-    found = sources.describe_sources(root)
-    rows = [(source.name, source.description, "yes" if source.available else "no") for source in found]
-    table = display.plain_table("data sources", ("name", "what it is", "at hand"), rows)
-    table.columns[1].justify = "left"
-    display.console.print(table)
-
-
-@data_app.command("describe")
-def describe_data(
-    file: File = None,
-    data: DataName = None,
-    root: Root = None,
-    clients: Clients = None,
-    seed: Seed = None,
-    settings: Set = None,
-    out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("label-map.png"),
-) -> None:
-    """Who has what: the client × class map of an experiment, as a table and a picture."""
-    from fedmll import display, federation
-    from fedmll.analysis import label_map
-
-    options = {"data.name": data, "data.root": root, "partition.clients": clients, "seed": seed}
-    experiment = experiment_from(file, options, settings)
-    with display.RunProgress(0) as progress:
-        divided = federation.build(experiment, progress.preparing)
-    counts = label_map.label_map(divided.train.labels, divided.samples)
-    display.console.print(label_map.table(counts, divided.names, divided.train.classes))
-    label_map.draw(out, counts.positives, divided.names, divided.train.classes, counts.known)
-    touched = ", ".join(f"{count} samples {rule}" for rule, count in divided.report.items() if count)
-    held_out = "" if divided.validation_owner is None else f"; {len(divided.validation)} held out for validation"
-    display.console.print(f"{divided.sizes.sum()} training samples{held_out}{'; ' + touched if touched else ''}")
-    display.console.print(f"picture in {out}", soft_wrap=True)
-
-
-@data_app.command("coverage")
-def label_coverage(
-    file: File = None,
-    data: DataName = None,
-    root: Root = None,
-    clients: Clients = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    settings: Set = None,
-    out: Annotated[Path | None, typer.Option("--out", help="All counts as CSV, a line a round.")] = None,
-) -> None:
-    """Which labels the clients of each round have; a label absent from all of them learns nothing in that round."""
-    from fedmll import display, federation, files
-    from fedmll.analysis import coverage
-
-    options = {"data.name": data, "data.root": root, "partition.clients": clients, "training.rounds": rounds}
-    experiment = experiment_from(file, options | {"seed": seed}, settings)
-    with display.RunProgress(0) as progress:
-        divided = federation.build(experiment, progress.preparing)
-    classes, total = divided.train.classes, experiment.training.rounds
-    counts = coverage.coverage(divided, total)
-    header, rows = coverage.table(counts, classes)
-    display.console.print(display.plain_table(f"clients a round that have a label, {total} rounds", header, rows))
-    if out is not None:
-        files.write(out, coverage.as_csv(counts, classes))
-        display.console.print(f"every round in {out}", soft_wrap=True)
-
-
-@data_app.command("pack")
-def pack_data(
-    csv: Annotated[Path, typer.Argument(help="A CSV with an image path a row and a column a class (1/0/blank).")],
-    root: Annotated[Path, typer.Option("--root", help="The folder the paths start from.")],
-    out: Annotated[Path, typer.Option("--out", help="The packed file, .npz.")],
-    size: Annotated[int | None, typer.Option("--size", help="Images become size × size; default: as they are.")] = None,
-) -> None:
-    """Pack a folder of images and its CSV into one file, for --data packed:FILE.npz."""
-    from fedmll import display
-    from fedmll.data.pack import pack
-
-    with display.RunProgress(0) as progress:
-        pack(csv, root, out, size=size, progress=progress.preparing)
-    display.console.print(f"packed into {out}; use it with --data packed:{out}", soft_wrap=True)
+app.add_typer(cli_data.data_app, name="data")
+cli_federation.register(app)
 
 
 def main() -> None:

@@ -1,0 +1,96 @@
+"""`fedmll data`: look at data sources, at who has what, and pack images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedmll.cli_options import Clients, DataName, File, Root, Rounds, Seed, Set, experiment_from
+
+data_app = typer.Typer(help="Look at data sources, and pack your own images.", no_args_is_help=True)
+
+
+@data_app.command("list")
+def list_data(root: Root = None) -> None:
+    """The data sources and whether they are at hand (in --root, if they need one)."""
+    from fedmll import display
+    from fedmll.data import sources
+
+    found = sources.describe_sources(root)
+    rows = [(source.name, source.description, "yes" if source.available else "no") for source in found]
+    table = display.plain_table("data sources", ("name", "what it is", "at hand"), rows)
+    table.columns[1].justify = "left"
+    display.console.print(table)
+
+
+@data_app.command("describe")
+def describe_data(
+    file: File = None,
+    data: DataName = None,
+    root: Root = None,
+    clients: Clients = None,
+    seed: Seed = None,
+    settings: Set = None,
+    out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("label-map.png"),
+) -> None:
+    """Who has what: the client × class map of an experiment, as a table and a picture."""
+    from fedmll import display, federation
+    from fedmll.analysis import label_map
+
+    options = {"data.name": data, "data.root": root, "partition.clients": clients, "seed": seed}
+    experiment = experiment_from(file, options, settings)
+    with display.RunProgress(0) as progress:
+        divided = federation.build(experiment, progress.preparing)
+    counts = label_map.label_map(divided.train.labels, divided.samples)
+    display.console.print(label_map.table(counts, divided.names, divided.train.classes))
+    label_map.draw(out, counts.positives, divided.names, divided.train.classes, counts.known)
+    touched = ", ".join(f"{count} samples {rule}" for rule, count in divided.report.items() if count)
+    held_out = "" if divided.validation_owner is None else f"; {len(divided.validation)} held out for validation"
+    display.console.print(f"{divided.sizes.sum()} training samples{held_out}{'; ' + touched if touched else ''}")
+    display.console.print(f"picture in {out}", soft_wrap=True)
+
+
+@data_app.command("coverage")
+def label_coverage(
+    file: File = None,
+    data: DataName = None,
+    root: Root = None,
+    clients: Clients = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    settings: Set = None,
+    out: Annotated[Path | None, typer.Option("--out", help="All counts as CSV, a line a round.")] = None,
+) -> None:
+    """Which labels the clients of each round have; a label absent from all of them learns nothing in that round."""
+    from fedmll import display, federation, files
+    from fedmll.analysis import coverage
+
+    options = {"data.name": data, "data.root": root, "partition.clients": clients, "training.rounds": rounds}
+    experiment = experiment_from(file, options | {"seed": seed}, settings)
+    with display.RunProgress(0) as progress:
+        divided = federation.build(experiment, progress.preparing)
+    classes, total = divided.train.classes, experiment.training.rounds
+    counts = coverage.coverage(divided, total)
+    header, rows = coverage.table(counts, classes)
+    display.console.print(display.plain_table(f"clients a round that have a label, {total} rounds", header, rows))
+    if out is not None:
+        files.write(out, coverage.as_csv(counts, classes))
+        display.console.print(f"every round in {out}", soft_wrap=True)
+
+
+@data_app.command("pack")
+def pack_data(
+    csv: Annotated[Path, typer.Argument(help="A CSV with an image path a row and a column a class (1/0/blank).")],
+    root: Annotated[Path, typer.Option("--root", help="The folder the paths start from.")],
+    out: Annotated[Path, typer.Option("--out", help="The packed file, .npz.")],
+    size: Annotated[int | None, typer.Option("--size", help="Images become size × size; default: as they are.")] = None,
+) -> None:
+    """Pack a folder of images and its CSV into one file, for --data packed:FILE.npz."""
+    from fedmll import display
+    from fedmll.data.pack import pack
+
+    with display.RunProgress(0) as progress:
+        pack(csv, root, out, size=size, progress=progress.preparing)
+    display.console.print(f"packed into {out}; use it with --data packed:{out}", soft_wrap=True)

@@ -1,0 +1,97 @@
+"""The options that commands share, and what they mean."""
+
+from __future__ import annotations
+
+import signal
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from fedmll.errors import ConfigError
+
+File = Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="The experiment; without it, the defaults.")]
+MethodName = Annotated[str | None, typer.Option("--method", help="A method (see `fedmll methods`).")]
+DataName = Annotated[str | None, typer.Option("--data", help="A data source (see `fedmll data list`).")]
+Root = Annotated[Path | None, typer.Option("--root", help="Where the data lies.", show_default=False)]
+Backbone = Annotated[str | None, typer.Option("--backbone", help="convnet, resnet18, vit; mlp for feature vectors.")]
+Clients = Annotated[int | None, typer.Option("--clients", help="How many clients.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="How many rounds.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The seed of everything random.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="Worker processes; 0: in this process. Default: cores.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or auto.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting, e.g. training.lr=3e-4.")
+]
+Track = Annotated[bool, typer.Option("--track", help="Also write curves for TensorBoard (extra `track`).")]
+Published = Annotated[bool, typer.Option("--as-published", help="Train as the method's paper does (rounds, lr, …).")]
+
+
+def parse_value(text: str) -> Any:
+    """As in a TOML file; what is not TOML is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse_settings(settings: list[str] | None) -> dict[str, Any]:
+    values = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes section.key=value, for example training.lr=3e-4; it got '{setting}'.")
+        values[key.strip()] = parse_value(value.strip())
+    return values
+
+
+def experiment_from(
+    file: Path | None, options: dict[str, Any], settings: list[str] | None, published: bool = False
+) -> Any:
+    """The file's values, then the options, then --set; a method's published settings only where none of them speaks."""
+    from fedmll import methods
+    from fedmll.experiment import Experiment, merged, read_toml
+
+    values = {} if file is None else read_toml(file)
+    overrides = {key: value for key, value in options.items() if value is not None} | parse_settings(settings)
+    values = merged(values, overrides)
+    if published:
+        method = methods.find(values.get("method", {}).get("name", "fedavg"))
+        for key, value in method.published.items():
+            section, _, name = key.partition(".")
+            if name not in values.get(section, {}):
+                values = merged(values, {key: value})
+    return Experiment.make(values)
+
+
+@contextmanager
+def stoppable(hint: str) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop cleanly and say how to go on."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        from fedmll.display import errors
+
+        errors.print(f"\nStopped. Go on with: [bold]{escape(hint)}[/]", soft_wrap=True)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def fresh_folder(name: str) -> Path:
+    """runs/NAME, or runs/NAME-2, … : the first that does not exist."""
+    base = Path("runs") / name.replace(":", "-").replace("/", "-")
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
