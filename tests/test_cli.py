@@ -90,6 +90,13 @@ def test_compare_makes_tables_and_goes_on_where_it_was(fedmll, tmp_path: Path) -
     shown = f"{np.mean(aucs):.2f} ± {abs(aucs[0] - aucs[1]) / 2**0.5:.2f}"  # std of two = |a − b| / √2
     assert shown in table[2]
     assert shown in said.out
+    fedmll(*words, "--seeds", "0,1", "--against", "fedavg")  # margins, paired by seed; nothing runs again
+    prox = "fedprox:mu=1+weights=equal"
+    other = [float(r["value"]) for r in rows if (r["method"], r["metric"]) == (prox, "macro_auc")]
+    paired = np.subtract(other, aucs)
+    last = (tmp_path / "grid" / "table.md").read_text().splitlines()[-1]
+    assert last.startswith(f"| {prox} | {paired.mean():+.2f} ± {paired.std(ddof=1):.2f} |")
+    refused(fedmll(*words, "--seeds", "0", "--against", "fedagv"), "did you mean 'fedavg'")
     refused(
         fedmll(*words, "--seeds", "0", "--set", "training.lr=0.5"), "holds another experiment", "nothing was changed"
     )

@@ -143,6 +143,9 @@ def compare(
         str | None, typer.Option("--vary", help="e.g. partition.labels_per_client=2,5,10: every method at every value.")
     ] = None,
     metrics: Annotated[str | None, typer.Option("--metrics", help="The table's columns, comma-separated.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", help="A row: also show the margins over it, paired by seed.")
+    ] = None,
     settings: Set = None,
 ) -> None:
     """Compare methods over seeds on the same data: mean ± std in the terminal, table.md and table.csv."""
@@ -165,7 +168,7 @@ def compare(
     names = grid.crossed([name.strip() for name in method_names.split(",")], *parse_values("--vary", vary))
     out = out or fresh_folder(f"compare-{Path(base.data.name).stem}")
     variants = [grid.parse_variant(name, parse_value) for name in names]
-    plan = grid.Grid(base, variants, parse_seeds(seeds), out, None if key is None else (key, values))
+    plan = grid.Grid(base, variants, parse_seeds(seeds), out, None if key is None else (key, values), against)
     with display.RunProgress(plan.rounds) as progress, stoppable(f"the same command with --out {out}"):
 
         def watch(cell: grid.Cell) -> display.RunProgress:
@@ -173,11 +176,15 @@ def compare(
             return progress
 
         comparison = plan.go(watch, progress.skip)
-    header, rows = grid.table(comparison, metrics.split(",") if metrics else grid.SHOWN)
-    files.write(out / "table.md", display.markdown(header, rows))
+    columns = metrics.split(",") if metrics else grid.SHOWN
+    tables = [grid.table(comparison, columns)]
+    if against is not None:
+        tables.append(grid.margins(comparison, against, columns))
+    files.write(out / "table.md", "\n".join(display.markdown(*table) for table in tables))
     grid.write_csv(comparison, out / "table.csv")
     title = f"{base.data.name}, {base.training.rounds} rounds, seeds {seeds}; test data, mean ± std"
-    display.console.print(display.plain_table(title, header, rows))
+    for table in tables:
+        display.console.print(display.plain_table(title, *table))
     display.console.print(f"tables and every run in {out}", soft_wrap=True)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedmll import federation, files
-from fedmll.errors import ConfigError
+from fedmll.errors import ConfigError, nearest
 from fedmll.experiment import Experiment
 from fedmll.federation import Federation
 from fedmll.runner import SELECTION, Observer, resume, run
@@ -92,9 +92,12 @@ class Grid:
         seeds: Sequence[int],
         out: Path,
         tune: tuple[str, Sequence[Any]] | None = None,
+        against: str | None = None,
     ) -> None:
         self.base, self.variants, self.seeds, self.out, self.tune = base, variants, seeds, out, tune
         self.prepared: tuple[str, Federation] | None = None
+        if against is not None and against not in (known := [variant.label for variant in variants]):
+            raise ConfigError(f"There is no row '{against}' to compare with (--against){nearest(against, known)}.")
         # every experiment is made (and so checked) before the first one runs
         settings: list[Any] = [None] if tune is None else list(tune[1])
         self.all = {(v.label, s, x): self._cell(v, s, x) for v in variants for s in seeds for x in settings}
@@ -176,10 +179,22 @@ def table(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[str], li
     return header, rows
 
 
-def mean_and_spread(values: np.ndarray) -> str:
+def margins(comparison: Comparison, reference: str, metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """How far each row is from the reference, seed by seed: the spread that all methods share does not count."""
+    others = [label for label in comparison.labels if label != reference]
+
+    def margin(label: str, name: str) -> str:
+        return mean_and_spread(comparison.values(label, name) - comparison.values(reference, name), sign="+")
+
+    return [f"margin over {reference}", *metrics], [
+        [label, *(margin(label, name) for name in metrics)] for label in others
+    ]
+
+
+def mean_and_spread(values: np.ndarray, sign: str = "") -> str:
     if not len(values) or np.isnan(values).any():
         return "–"
-    return f"{values.mean():.2f}" + (f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else "")
+    return f"{values.mean():{sign}.2f}" + (f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else "")
 
 
 def write_csv(comparison: Comparison, path: Path) -> None:
