@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -42,7 +42,7 @@ NOT_SENT = -1.0  # in `difficulty`
 class FedMLP(Method):
     name = "fedmlp"
     summary = "partial annotation: prior-adjusted partial loss, prototype tags, consistency with the global model"
-    published = {  # noqa: RUF012
+    published: ClassVar[dict[str, Any]] = {
         "model.backbone": "resnet18", "training.rounds": 500, "training.local_epochs": 1, "training.batch_size": 32,
         "training.optimizer": "adamw", "training.lr": 3e-5, "training.weight_decay": 5e-4,
     }  # fmt: skip
