@@ -26,5 +26,5 @@ clean:
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -e '.[dev,flower,hf,track]'
+	$(BIN)/pip install --quiet -e '.[dev,flower,cluster,hf,track]'
 	touch $@

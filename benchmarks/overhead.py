@@ -1,7 +1,7 @@
 """What the engine costs: a FedAvg round against a raw PyTorch loop of the same steps, and memory against clients.
 
-    python benchmarks/overhead.py            both tables, about five minutes on two cores
-    python benchmarks/overhead.py --quick    fewer repetitions
+    python benchmarks/overhead.py            both tables, about fifteen minutes on two cores
+    python benchmarks/overhead.py --quick    fewer repetitions, five minutes
 
 The loop is what one would write by hand for one process: one torch thread, one model object, fused AdamW, uint8 images
 in memory, batches of 32, an average of state dictionaries. Loop and engine take turns in one process, and the ratio of
@@ -130,8 +130,10 @@ def memory_of(clients: int) -> None:
         state = engine.start()
         engine_round(engine, state, 1)
         engine.close()
-    peaks = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(json.dumps(peaks))
+    # not ru_maxrss of this process: it starts with the peak of the process that started it
+    status = Path("/proc/self/status").read_text()
+    own = int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1])
+    print(json.dumps([own / 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024]))
 
 
 def memory(console: Console) -> None:
@@ -150,13 +152,15 @@ def memory(console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--memory", action="store_true", help="only the second table")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_of:
         memory_of(arguments.memory_of)
         return
     console = Console(width=120)
-    speed(console, 3 if arguments.quick else 12)
+    if not arguments.memory:
+        speed(console, 3 if arguments.quick else 12)
     memory(console)
 
 
