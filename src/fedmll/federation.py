@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +16,7 @@ from fedmll.client import Client, Peer, Task
 from fedmll.data import annotate, participation, sources
 from fedmll.data.cache import Progress, silent
 from fedmll.data.dataset import UNKNOWN, Dataset, Splits
+from fedmll.data.digest import Facts, facts_of
 from fedmll.data.partition import Partition, partition
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
@@ -20,21 +24,48 @@ from fedmll.methods.base import Method
 from fedmll.models.flat import FlatWeights
 from fedmll.seeding import numpy_generator
 
+HOLDOUT = 0.1  # the share that clients hold out where the source has no validation data
+SMALL_IMAGES = 64  # pixels: up to these a ResNet has the stem made for CIFAR
+
 
 @dataclass(frozen=True)
 class Federation:
-    experiment: Experiment
-    train: Dataset  # targets as the clients annotate them
+    experiment: Experiment  # with everything decided that its data decides
+    train: Dataset  # of the clients: targets as they annotate them
     truth: NDArray[np.int8]  # targets as the source has them
     test: Dataset
     validation: Dataset  # the source's own, or what the clients hold out together
-    validation_owner: NDArray[np.int64] | None  # client of each validation sample, where clients hold it out
+    held_out: Dataset  # what the clients hold out together, client after client
+    held_out_owner: NDArray[np.int64]  # client of each held-out sample
     names: tuple[str, ...]
     samples: tuple[NDArray[np.int64], ...]  # training samples of each client
     annotated: NDArray[np.bool_]  # (clients, classes)
     allowed: NDArray[np.bool_]  # (clients, classes): what the partition lets a client show
     report: dict[str, int]  # samples that the partition's rules touched
     server: Dataset | None  # samples that the server holds (partition.server)
+    source: Dataset  # all training data with its true targets, whoever has it
+    pooled_rows: NDArray[np.int64]  # what an upper bound trains on: all of `source` that is not held out
+    decided: Mapping[str, Any]  # `section.key`: what the data decides where an experiment leaves it open
+
+    def of(self, experiment: Experiment) -> Federation:
+        """The same data for another experiment (another method, other training)."""
+        return replace(self, experiment=experiment.settled(self.decided))
+
+    @cached_property
+    def facts(self) -> dict[str, Facts]:
+        """What the data is, to be recognised again."""
+        parts = {"training": self.source, "test": self.test}
+        return facts_of(parts if self.validation is self.held_out else parts | {"validation": self.validation})
+
+    @cached_property
+    def pooled(self) -> Dataset:
+        return self.source.subset(self.pooled_rows)
+
+    @property
+    def evaluated(self) -> dict[str, Dataset]:
+        """What the global model is measured on. Held-out data that is the validation data is predicted once."""
+        found = {"test": self.test, "validation": self.validation}
+        return found if self.held_out is self.validation else found | {"held-out": self.held_out}
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -60,8 +91,7 @@ class Federation:
     def client(self, peer: Peer, round: int, method: Method, model: nn.Module, weights: FlatWeights) -> Client:
         """A client as its method sees it in one round. A pooled method has one client with everything."""
         if method.pooled:
-            data = self.train.with_labels(self.truth).subset(np.concatenate(self.samples))
-            return Client(method.task, peer.name, round, data, peer.owned, peer.owned, model, weights)
+            return Client(method.task, peer.name, round, self.pooled, peer.owned, peer.owned, model, weights)
         data, annotated = self.train.subset(self.samples[peer.index]), torch.tensor(self.annotated[peer.index])
         return Client(method.task, peer.name, round, data, annotated, peer.owned, model, weights)
 
@@ -80,7 +110,10 @@ class Federation:
 def build(experiment: Experiment, progress: Progress = silent) -> Federation:
     """Load the data and divide it, all from the seed."""
     splits = _narrowed(experiment, _load(experiment, progress))
-    clients_data, server = _server_share(experiment, splits.train)
+    decided = decisions(splits.train.sample_shape, splits.validation is not None)
+    experiment = experiment.settled(decided)
+    own, servers = _server_share(experiment, splits.train)
+    clients_data = splits.train.subset(own)
     divided = divide(experiment, clients_data)
     known = annotate.annotate(
         experiment.annotation.kind,
@@ -96,24 +129,35 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
         known = known & np.array([(labels[rows] != UNKNOWN).any(0) for rows in divided.clients])
     train = clients_data.with_labels(labels)
     samples, held_out = _hold_out(experiment, divided)
-    validation, owner = splits.validation, None
-    if validation is None:
-        rows = np.concatenate(held_out)
-        validation, owner = train.subset(rows), np.repeat(np.arange(len(held_out)), [len(h) for h in held_out])
+    held_rows = np.concatenate(held_out)
+    held = train.subset(held_rows)
     return Federation(
         experiment,
         train,
         divided.labels,
         splits.test,
-        validation,
-        owner,
+        held if splits.validation is None else splits.validation,
+        held,
+        np.repeat(np.arange(len(held_out)), [len(rows) for rows in held_out]),
         divided.names,
         samples,
         known,
         divided.allowed,
         divided.report,
-        server,
+        splits.train.subset(servers) if len(servers) else None,
+        splits.train,
+        np.setdiff1d(np.arange(len(splits.train)), own[held_rows]),
+        decided,
     )
+
+
+def decisions(shape: tuple[int, ...], has_validation: bool) -> dict[str, Any]:
+    """What is decided by the data, where the experiment leaves it open: who holds out, which stem a ResNet has."""
+    small = len(shape) == 3 and shape[1] <= SMALL_IMAGES
+    return {
+        "partition.holdout": 0.0 if has_validation else HOLDOUT,
+        "model.stem": "cifar" if small else "imagenet",
+    }
 
 
 def _load(experiment: Experiment, progress: Progress) -> Splits:
@@ -122,13 +166,13 @@ def _load(experiment: Experiment, progress: Progress) -> Splits:
     return sources.load(data.name, data.root, data.size, experiment.seed, composition, progress)
 
 
-def _server_share(experiment: Experiment, train: Dataset) -> tuple[Dataset, Dataset | None]:
-    """What is left for the clients, and the server's own samples."""
+def _server_share(experiment: Experiment, train: Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which training samples are for the clients, and which are the server's own."""
     count = int(experiment.partition.server * len(train))
     if not count:
-        return train, None
+        return np.arange(len(train)), np.arange(0)
     shuffled = numpy_generator(experiment.seed, "server").permutation(len(train))
-    return train.subset(np.sort(shuffled[count:])), train.subset(np.sort(shuffled[:count]))
+    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
 
 def divide(experiment: Experiment, train: Dataset) -> Partition:
@@ -157,7 +201,7 @@ def _hold_out(
     experiment: Experiment, divided: Partition
 ) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
     """Each client keeps a share of its samples for validation; a client with too few keeps none."""
-    share, samples, held_out = experiment.partition.holdout, [], []
+    share, samples, held_out = float(experiment.partition.holdout), [], []
     for name, rows in zip(divided.names, divided.clients, strict=True):
         kept, held = split_off(rows, share, experiment.seed, name)
         samples.append(kept)
