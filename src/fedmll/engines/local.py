@@ -99,6 +99,8 @@ class LocalEngine:
 
     def audit(self) -> dict[str, float | Tensor]:
         """What the method says of its clients' memories beside the truth, which only a simulation has."""
+        if self.method.pooled:
+            return {}  # it has the truth itself
         data, memory = self.federation, self.memory
         latest = sorted(memory.latest.items())
         return self.method.audit(

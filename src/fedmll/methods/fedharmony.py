@@ -59,6 +59,10 @@ class FedHarmony(Method):
         "training.weight_decay": 0.0,
         "participation.sampling": "size",
     }
+    unpublished: ClassVar[dict[str, str]] = {
+        "model.weights": "ViT-B/16: a folder with its files, or google/vit-base-patch16-224-in21k",
+        "participation.count": "not said; 25, 50 and 75 % of the clients in its Figure 5",
+    }
 
     class Options(Method.Options):
         alignment: bool = True  # Eq. 4

@@ -46,8 +46,14 @@ class FedMLP(Method):
     summary = "partial annotation: prior-adjusted partial loss, prototype tags, consistency with the global model"
     published: ClassVar[dict[str, Any]] = {
         "model.backbone": "resnet18", "training.rounds": 500, "training.local_epochs": 1, "training.batch_size": 32,
-        "training.optimizer": "adamw", "training.lr": 3e-5, "training.weight_decay": 5e-4,
+        "training.optimizer": "adamw", "training.lr": 3e-5, "training.weight_decay": 5e-4, "training.keep": "last",
+        "partition.kind": "iid", "participation.fraction": 1.0, "annotation.kind": "missing",
     }  # fmt: skip
+    unpublished: ClassVar[dict[str, str]] = {
+        "model.weights": "ImageNet weights of ResNet-18 in torchvision's format",
+        "annotation.missing": "how many classes each client does not annotate, by table; up to all but one",
+        "partition.clients": "as many as classes: 5 for ICH, 8 for ChestX-ray14",
+    }
 
     symbols: ClassVar[dict[str, str]] = {
         "mld": "tags", "wpc": "partial_loss", "cr": "consistency", "st": "adaptive", "t1": "first_stage",

@@ -44,7 +44,14 @@ class FedNcaMl(Method):
         "training.lr": 1e-4,
         "training.weight_decay": 0.01,
         "training.keep": "best",
+        "partition.kind": "dirichlet",
         "partition.clients": 10,
+        "participation.fraction": 1.0,
+    }
+    unpublished: ClassVar[dict[str, str]] = {
+        "model.weights": "ImageNet weights of ResNet-18 in torchvision's format, but for CIFAR-10",
+        "partition.beta": "0.5 and 0.1, by table",
+        "partition.presence": "0.5; 0.71 for DermaMNIST",
     }
 
     class Options(Method.Options):
