@@ -60,6 +60,18 @@ def test_rejection_is_equation_12(tau: float) -> None:
     assert found.item() == pytest.approx(rejection_by_loops(s, TARGETS, tau), rel=1e-9)
 
 
+def test_rejection_keeps_the_digits_of_its_input() -> None:
+    """Three, five and six negatives: a third in float32 is wrong in the eighth digit."""
+    rng = np.random.default_rng(3)
+    s, targets = rng.normal(0, 2, (3, 7, 7)), np.ones((3, 7), dtype=np.int8)
+    targets[0, :3] = targets[1, 2:] = targets[2, 1:] = 0
+    found = log_rejection(torch.tensor(s), torch.tensor(targets == 0), 0.3)
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx(rejection_by_loops(s, targets, 0.3), rel=1e-12)
+    single = log_rejection(torch.tensor(s, dtype=torch.float32), torch.tensor(targets == 0), 0.3)
+    assert single.dtype == torch.float32
+
+
 def test_rejection_leaves_out_the_class_itself_and_what_is_not_confident() -> None:
     """One sample, two negative classes: only h_0·m_1 is over the threshold ln(0.3/0.7) = −0.847."""
     s = torch.tensor([[[5.0, 1.0], [-0.86, 5.0]]])
