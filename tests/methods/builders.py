@@ -23,7 +23,7 @@ from fedmll.experiment import Experiment
 from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
 from fedmll.methods import find, registry
-from fedmll.models.backbones import Classifier
+from fedmll.models.backbones import Classifier, build_backbone
 from fedmll.models.flat import FlatWeights
 
 # ---- what a method says of itself
@@ -98,6 +98,15 @@ class Rounds:
         self.state = merged(self.method, self.state, exchanges, self.number)
         return Round(self.number, before, exchanges, self.state, dict(self.method.records))
 
+    def train(self, peer: Peer, module: nn.Module | None = None) -> tuple[Exchange, list[Pass]]:
+        """One client of the next round alone; also every pass through the network, or a module of it."""
+        number = self.number + 1
+        sent = self.method.send(self.state, peer, number)
+        client = self.federation.client(peer, number, self.method, self.model, self.engine.weights)
+        with watched(module or self.model) as passes:
+            reply = self.method.train(client, copy_of(sent), {})
+        return Exchange(peer, sent, copy_of(reply)), passes
+
     def client(self, peer: Peer) -> Client:
         """As it is in the last round that was run."""
         return self.federation.client(peer, self.number, self.method, self.model, self.engine.weights)
@@ -144,23 +153,28 @@ def method_for(federation: Federation, experiment: Experiment) -> Any:
 
 @dataclass
 class Pass:
-    """One pass through the network."""
+    """One pass through the network (or through its backbone alone)."""
 
     training: bool
     inputs: tuple[Any, ...]
     output: Tensor
 
+    @property
+    def images(self) -> Tensor:
+        images: Tensor = self.inputs[0]
+        return images
+
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[list[Pass]]:
-    """Every pass through the network, in order."""
+def watched(module: nn.Module) -> Iterator[list[Pass]]:
+    """Every pass through the module, in order."""
     passes: list[Pass] = []
 
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         copies = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in inputs)
         passes.append(Pass(module.training, copies, output.detach().clone()))
 
-    handle = model.register_forward_hook(hook)
+    handle = module.register_forward_hook(hook)
     try:
         yield passes
     finally:
@@ -202,7 +216,8 @@ SGD = {"training__optimizer": "sgd", "training__lr": 0.1, "training__weight_deca
 
 def classifier(rounds: Rounds, outputs: int) -> Classifier:
     """A network like the global one with so many outputs; its weights are to be loaded."""
-    return Classifier(find("fedavg")(rounds.task).model().backbone, outputs)
+    task = rounds.task
+    return Classifier(build_backbone(task.experiment.model, task.sample_shape, task.seed), outputs)
 
 
 # ---- formulas
@@ -224,3 +239,16 @@ def same_bits(first: Tensors, second: Tensors) -> bool:
 def twelve(**overrides: Any) -> Experiment:
     """Twelve clients of different sizes, so that a client's number has two digits; a network with BatchNorm."""
     return small(**{"partition__clients": 12, "data__limit": 360, "partition__minimum": 6} | overrides)
+
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+WORDS = ("the", "photo", "contains", "positive", "negative", *DIGITS)
+
+
+def word_vectors(folder: Path) -> str:
+    """An encoder for label names (random word vectors), so that tests need no text library."""
+    path = folder / "vectors.txt"
+    vectors = np.random.default_rng(0).normal(size=(len(WORDS), 12))
+    lines = (f"{word} {' '.join(map(repr, map(float, row)))}" for word, row in zip(WORDS, vectors, strict=True))
+    path.write_text("\n".join(lines) + "\n")
+    return f"glove:{path}"

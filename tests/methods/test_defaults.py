@@ -116,7 +116,7 @@ PUBLISHED: dict[str, Rows] = {
         "training.lr": (1e-4, "FedNCA-ML, Implementation Details"),
         "training.weight_decay": (0.01, "FedNCA-ML, Implementation Details"),
         "training.keep": ("best", "FedNCA-ML, Implementation Details: best validation performance"),
-        "partition.clients": (10, "FedNCA-ML, Section 5 (settings)"),
+        "partition.clients": (10, "FedNCA-ML, Task Setup"),
     },
     "fedctran": LGT_SETTINGS,
     "fedlgt": LGT_SETTINGS,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import same_bits, sigmoid
 from conftest import small
 
 from fedmll.client import Batch
@@ -27,14 +28,6 @@ def nca(**options: Any) -> Any:
     """A small experiment; the ETF of ten digits needs a feature width of at least ten."""
     wide = {"model__channels": (8, 16)}
     return small(**wide | {"method__name": "fednca-ml"} | options)
-
-
-def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
 
 
 def similarity(scale: float = 1.5) -> np.ndarray:
