@@ -23,6 +23,7 @@ from fedmll.methods.fedctran import FedCTran, random_known
 from fedmll.methods.fedlgt import FedLGT, uncertain
 from fedmll.runner import run
 
+
 @pytest.fixture(scope="module")
 def glove(tmp_path_factory: pytest.TempPathFactory) -> str:
     return word_vectors(tmp_path_factory.mktemp("glove"))

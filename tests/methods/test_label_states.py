@@ -48,7 +48,6 @@ def second_round(federations: dict[bool, Federation], tmp_path: Path) -> Iterato
         context.__exit__(None, None, None)
 
 
-
 def fedctran(**overrides: Any) -> dict[str, Any]:
     return {"method__ca_mle": False} | overrides
 
