@@ -232,6 +232,29 @@ def bce(logits: np.ndarray, present: np.ndarray) -> np.ndarray:
     return np.where(present, np.logaddexp(0, -logits), np.logaddexp(0, logits))
 
 
+def rejection_by_loops(s: np.ndarray, targets: np.ndarray, tau: float) -> float:
+    """FedNCA-ML's L_neg (Eq. 12) of h_c·m_r (samples, C, C)."""
+    total = 0.0
+    for i in range(len(s)):
+        negatives = np.flatnonzero(targets[i] == 0)
+        for c in negatives:
+            for r in range(s.shape[2]):
+                p = sigmoid(s[i, c, r])
+                if r != c and p > tau:
+                    total += -np.log(1 - p) / (s.shape[2] - 1) / len(negatives)
+    return total / len(s)
+
+
+def contrast_by_loops(s: np.ndarray, targets: np.ndarray) -> float:
+    """FedNCA-ML's L_pos (Eq. 13) of h_c·m_r (samples, C, C)."""
+    total = 0.0
+    for i in range(len(s)):
+        positives = np.flatnonzero(targets[i] == 1)
+        for c in positives:
+            total += -np.log(np.exp(s[i, c, c]) / np.exp(s[i, c]).sum()) / len(positives)
+    return total / len(s)
+
+
 def same_bits(first: Tensors, second: Tensors) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 

@@ -3,6 +3,7 @@ replied and averaged is worked out again from the round before, in NumPy."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,13 @@ def test_who_takes_part_has_numbers_of_one_and_two_digits(played: list[Round]) -
     took_part = [{e.peer.index for e in r.exchanges} for r in played]
     assert all(len(clients) == 5 for clients in took_part)
     assert {10, 11} & set.union(*took_part)
-    assert all(new - old and new & old for old, new in zip(took_part, took_part[1:], strict=False))
+    assert all(new - old and new & old for old, new in pairwise(took_part))
 
 
 def test_everyone_is_sent_the_consensus_of_the_others(played: list[Round]) -> None:
     assert all(set(e.sent.tensors) == {"weights", "counters"} for e in played[0].exchanges)
     assert all("blocks" not in e.reply.tensors for e in played[0].exchanges)
-    for last, this in zip(played, played[1:], strict=False):
+    for last, this in pairwise(played):
         for e in this.exchanges:
             assert set(e.sent.tensors) == {"weights", "counters", "consensus"}
             np.testing.assert_allclose(e.sent["consensus"], consensus(last, e.peer.index), atol=1e-6)

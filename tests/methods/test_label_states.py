@@ -64,7 +64,7 @@ def states_of(seen: Pass) -> np.ndarray:
 def test_a_sample_shows_at_most_its_share_of_labels(second_round: Any, known: float | None, most: int) -> None:
     """⌊share · 10⌋; by default ⌊7.5⌋."""
     option = {} if known is None else {"method__known": known}
-    exchange, passes, rounds = second_round(training__local_epochs=6, **fedctran(**option))
+    exchange, passes, _ = second_round(training__local_epochs=6, **fedctran(**option))
     told = np.concatenate([(states_of(seen) >= 0).sum(1) for seen in passes])
     assert len(told) == 6 * exchange.samples > 150
     assert sorted(set(told)) == list(range(most + 1))
