@@ -231,7 +231,14 @@ def test_what_is_refused(method_of: Any) -> None:
     assert "blocks are not numbers" in refused(blocks=good["blocks"] + 7)
     assert "unknown key" in refused(consensus=good["correlation"])
     assert "lacks blocks, correlation" in str(method.refuse(sent, Message({"weights": torch.zeros(3)}, good.numbers)))
-    assert "samples" in str(method.refuse(sent, Message(good.tensors, {"samples": 0.0})))
+    for numbers in ({"samples": 0.0}, {"samples": -3.0}, {}):
+        assert "samples" in str(method.refuse(sent, Message(good.tensors, numbers)))
+    assert method.refuse(sent, Message(good.tensors, {"samples": 1.0})) is None
+    last = good["blocks"].clone()
+    last[-1] = CLASSES - 1
+    assert method.refuse(sent, Message(good.tensors | {"blocks": last}, good.numbers)) is None
+    assert "from 0 to 9" in refused(blocks=last + 1)
+    assert "from 0 to 9" in refused(blocks=last - 1)
     first = Message({k: t for k, t in good.tensors.items() if k != "blocks"}, good.numbers)
     assert method.refuse(Message(START), first) is None  # round 1: no consensus, no blocks
     off = method_of(alignment=False, aggregation=False)

@@ -216,6 +216,14 @@ def test_a_median_outlives_a_round_without_discrepancies(federation: Federation,
     assert method.records["gamma"] == pytest.approx(1 / scale, rel=1e-6)
 
 
+def test_two_replies_are_enough_for_a_consensus(federation: Federation, played: list[Round]) -> None:
+    method = method_for(federation, twelve(**SOME))
+    state = merged(method, played[0].before, played[0].exchanges[:2], 1)
+    one, other = played[0].exchanges[:2]
+    torch.testing.assert_close(method.send(state, one.peer, 2)["consensus"], other.reply["correlation"])
+    torch.testing.assert_close(method.send(state, other.peer, 2)["consensus"], one.reply["correlation"])
+
+
 def test_states_hold_nothing_of_older_rounds(played: list[Round]) -> None:
     """A server's state does not grow: the same names and shapes in every round with a consensus."""
     shapes = [{name: tuple(t.shape) for name, t in r.after.items()} for r in played[1:]]
