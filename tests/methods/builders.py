@@ -200,7 +200,7 @@ def trained_by_hand(model: nn.Module, start: Tensors, client: Client, loss: Loss
     losses = []
     model.train()
     for batch in client.batches():
-        images = (batch.raw.float() / 255 - 0.5) / 0.5
+        images = (batch.raw.float() / 255 - 0.5) / 0.5 if batch.recipe == "none" else batch.images
         value = loss(model(images), batch)
         penalty = sum(((p - o) ** 2).sum() for p, o in zip(weights.parameters, origin, strict=True))
         gradients = torch.autograd.grad(value + mu / 2 * penalty, weights.parameters)

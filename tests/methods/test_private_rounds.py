@@ -64,6 +64,8 @@ def named(rounds: Rounds, tensors: Tensors, outputs: int) -> Tensors:
     [
         ({"method__loss": "softmax"}, 0.0),
         ({"method__loss": "sigmoid"}, 0.0),
+        ({"method__loss": "softmax", "training__augment": "shift"}, 0.0),
+        ({"method__loss": "sigmoid", "training__augment": "shift"}, 0.0),
         ({"method__loss": "softmax", "method__name": "private-fedprox", "method__mu": 0.8}, 0.8),
         ({"method__loss": "softmax", "method__labels": "public"}, 0.0),
         ({"method__loss": "sigmoid", "method__labels": "public"}, 0.0),
