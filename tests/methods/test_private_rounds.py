@@ -21,6 +21,8 @@ from fedmll.federation import Federation, build
 from fedmll.message import Tensors
 from fedmll.models.flat import FlatWeights
 
+MISSING = {"annotation__kind": "missing", "annotation__missing": 3}
+
 
 def twelve(**overrides: Any) -> Experiment:
     values: dict[str, Any] = {"data__name": "digits", "data__limit": 500, "method__name": "private-fedavg"}
@@ -59,38 +61,55 @@ def named(rounds: Rounds, tensors: Tensors, outputs: int) -> Tensors:
 # ---- the client
 
 
-@pytest.mark.parametrize(
-    ("options", "mu"),
-    [
-        ({"method__loss": "softmax"}, 0.0),
-        ({"method__loss": "sigmoid"}, 0.0),
-        ({"method__loss": "softmax", "training__augment": "shift"}, 0.0),
-        ({"method__loss": "sigmoid", "training__augment": "shift"}, 0.0),
-        ({"method__loss": "softmax", "method__name": "private-fedprox", "method__mu": 0.8}, 0.8),
-        ({"method__loss": "softmax", "method__labels": "public"}, 0.0),
-        ({"method__loss": "sigmoid", "method__labels": "public"}, 0.0),
-    ],
-)
+def loss_over(rows: list[int], kind: str, private: bool) -> Any:
+    """Softmax over the client's outputs, without the samples that show none of its labels; or sigmoids, of what it
+    annotates (public: of everything, as FedAvg)."""
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        targets = batch.targets[:, rows]
+        present = (targets == 1).float()
+        if kind == "softmax":
+            shown = present.sum(1) == 1
+            entries = F.cross_entropy(logits[shown], present[shown].argmax(1), reduction="sum")
+            return entries / max(1, int(shown.sum()))
+        counted = targets >= 0 if private else torch.ones_like(targets, dtype=torch.bool)
+        return F.binary_cross_entropy_with_logits(logits[counted], present[counted])
+
+    return loss
+
+
+CLIENT_CASES = [
+    ("softmax", {}, 0.0),
+    ("sigmoid", {}, 0.0),
+    ("softmax", {"training__augment": "shift"}, 0.0),
+    ("sigmoid", {"training__augment": "shift"}, 0.0),
+    ("softmax", {"method__name": "private-fedprox", "method__mu": 0.8}, 0.8),
+    ("softmax", {"method__labels": "public"}, 0.0),
+    ("sigmoid", {"method__labels": "public"}, 0.0),
+    ("softmax", MISSING, 0.0),
+    ("sigmoid", MISSING, 0.0),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "mu"), CLIENT_CASES, ids=str)
 def test_a_client_does_sgd_on_its_own_classes(
-    federation: Federation, tmp_path: Path, options: dict[str, Any], mu: float
+    federation: Federation, tmp_path: Path, kind: str, options: dict[str, Any], mu: float
 ) -> None:
-    """In the second round; a model with as many outputs as the client has classes (public: with all)."""
-    with rounds_of(federation, twelve(training__local_epochs=2, **SGD, **options), tmp_path) as rounds:
+    """In the second round; a model with as many outputs as the client has classes (public: with all). Where clients do
+    not annotate everything they have different numbers of classes, one after the other in one process."""
+    experiment = twelve(training__local_epochs=2, method__loss=kind, **SGD, **options)
+    divided = build(experiment) if options is MISSING else federation
+    private = experiment.method.options["labels"] == "private"
+    with rounds_of(divided, experiment, tmp_path) as rounds:
         rounds.next()
         second = rounds.next()
-        assert {10, 11} <= {exchange.peer.index for exchange in second.exchanges}
+        sets = {e.peer.index: own(divided, e.peer) if private else list(range(10)) for e in second.exchanges}
+        assert {10, 11} <= sets.keys()
+        assert (len({len(rows) for rows in sets.values()}) > 1) == (options is MISSING)
         for exchange in second.exchanges[:3]:
-            rows = list(range(10)) if "method__labels" in options else own(federation, exchange.peer)
-
-            def loss(logits: Tensor, batch: Batch, rows: list[int] = rows) -> Tensor:
-                present = (batch.targets[:, rows] == 1).float()
-                if options["method__loss"] == "softmax":
-                    assert (present.sum(1) == 1).all()
-                    return F.cross_entropy(logits, present.argmax(1))
-                return F.binary_cross_entropy_with_logits(logits, present)
-
-            model = classifier(rounds, len(rows))
-            client = rounds.client(exchange.peer)
+            rows = sets[exchange.peer.index]
+            client, model = rounds.client(exchange.peer), classifier(rounds, len(rows))
+            loss = loss_over(rows, kind, private)
             expected, mean = trained_by_hand(model, exchange.sent.tensors, client, loss, lr=0.1, mu=mu)
             torch.testing.assert_close(exchange.reply["weights"], expected["weights"], atol=2e-6, rtol=1e-5)
             assert exchange.reply["counters"].tolist() == expected["counters"].tolist()
