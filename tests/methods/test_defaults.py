@@ -11,8 +11,7 @@ import pytest
 from builders import options_of, own_methods, published_of
 
 from fedmll.errors import ConfigError
-
-NOT_YET = {"centralized", "fedmlp"}  # these have no rows so far
+from fedmll.methods import find
 
 Rows = dict[str, tuple[Any, str]]  # option or setting: value, where it comes from
 
@@ -52,7 +51,7 @@ DEFAULTS: dict[str, Rows] = {
         "ladm": (True, "FedNCA-ML, Eq. 3–8; Table 5 switches it off"),
         "neg": (True, "FedNCA-ML, Eq. 12; Table 5 switches it off"),
         "pos": (True, "FedNCA-ML, Eq. 13; Table 5 switches it off"),
-        "lambda_neg": ("auto", "FedNCA-ML, Implementation Details: 1 for CIFAR-10, 0.01 elsewhere"),
+        "lambda_neg": (0.01, "FedNCA-ML, Implementation Details: 1 for CIFAR-10, 0.01 elsewhere"),
         "lambda_pos": (1.0, "FedNCA-ML, Implementation Details"),
         "tau": (0.3, "FedNCA-ML, after Eq. 12"),
         "query": ("fixed-etf", "FedNCA-ML, Section 4 (LADM); Table 6 has the others"),
@@ -83,13 +82,30 @@ DEFAULTS: dict[str, Rows] = {
         "blocks": (True, "FedHarmony, Eq. 8, Alg. 1; Table 5 switches it off"),
         "strength": (3.0, "ours: the paper leaves λ open; 1 was invisible, 30 softened predictions"),
         "consolidation": ("mean", "ours: the paper leaves the operator of Eq. 3 open"),
-        "clusters": ("auto", "ours: ⌈√C⌉, the paper leaves G open"),
+        "clusters": ("sqrt", "ours: ⌈√C⌉, the paper leaves G open"),
         "clustering": ("each", "FedHarmony, Alg. 1: of every client's R*"),
         "start_round": (2, "ours: round 1 has no matrices yet"),
-        "gamma": ("auto", "ours: the paper leaves γ of Eq. 9 to the user"),
-        "horizon": ("auto", "ours: the paper leaves T0 of Eq. 10 to the user"),
+        "gamma": ("median", "ours: 1/median(D) of the round before; the paper leaves γ of Eq. 9 to the user"),
+        "horizon": (10.0, "ours: half of the (20) rounds; the paper leaves T0 of Eq. 10 to the user"),
         "quality": ("pure", "FedHarmony, Eq. 9"),
     },
+    "fedmlp": {
+        "weights": ("size", "FedMLP, Section 2.1: FedAvg"),
+        "tags": (True, "FedMLP, Eq. 5–9; Table 3 switches it off (MLD)"),
+        "partial_loss": (True, "FedMLP, Eq. 3–4; Table 3 switches it off (WPC)"),
+        "consistency": (True, "FedMLP, Eq. 11; Table 3 switches it off (CR)"),
+        "adaptive": (True, "FedMLP, Eq. 10; Table 3 switches it off (ST)"),
+        "first_stage": (2, "FedMLP, Implementation Details: 50 of 500 rounds, here a tenth of 20"),
+        "negative_share": (0.005, "FedMLP, Implementation Details: T0 = 0.5 %"),
+        "positive_share": (0.01, "FedMLP, Implementation Details: T1 = 1 %"),
+        "low": (0.3, "FedMLP, Implementation Details: L"),
+        "high": (0.7, "FedMLP, Implementation Details: R"),
+        "difficulty": ("negative", "FedMLP, Self-adaptive Threshold: of the negative classes; active: Eq. 10"),
+        "momentum": (0.0, "FedMLP, Eq. 6 has none"),
+        "warmup_consistency": (False, "FedMLP, Section 2.1: L_WPC alone; true is the released code's"),
+        "view": ("weak", "FedMLP, Section 2.1: data augmentation; which: released code"),
+    },
+    "centralized": BY_SIZE | {"of": ("fedavg-pl", "ours: every known label, the plain head")},
     "private-fedavg": PRIVATE,
     "private-fedprox": PRIVATE | PROXIMAL,
 }
@@ -103,6 +119,8 @@ LGT_SETTINGS: Rows = {
     "training.lr": (1e-4, "FedLGT, Implementation Details"),
     "training.weight_decay": (0.0, "FedLGT names none; none in its released code"),
     "training.clip": (10.0, "released code of FedLGT"),
+    "partition.clients": (50, "FedLGT, Implementation Details: as many as take part"),
+    "participation.count": (50, "FedLGT, Implementation Details: a participation equivalent to 50 clients"),
     "participation.sampling": ("size", "FedLGT, Implementation Details; Table A5"),
 }
 
@@ -116,7 +134,22 @@ PUBLISHED: dict[str, Rows] = {
         "training.lr": (1e-4, "FedNCA-ML, Implementation Details"),
         "training.weight_decay": (0.01, "FedNCA-ML, Implementation Details"),
         "training.keep": ("best", "FedNCA-ML, Implementation Details: best validation performance"),
+        "partition.kind": ("dirichlet", "FedNCA-ML, Task Setup"),
         "partition.clients": (10, "FedNCA-ML, Task Setup"),
+        "participation.fraction": (1.0, "FedNCA-ML, Task Setup: full participation"),
+    },
+    "fedmlp": {
+        "model.backbone": ("resnet18", "FedMLP, Implementation Details"),
+        "training.rounds": (500, "FedMLP, Implementation Details"),
+        "training.local_epochs": (1, "FedMLP, Implementation Details"),
+        "training.batch_size": (32, "FedMLP, Implementation Details"),
+        "training.optimizer": ("adamw", "FedMLP, Implementation Details: Adam, its decay decoupled (docs)"),
+        "training.lr": (3e-5, "FedMLP, Implementation Details"),
+        "training.weight_decay": (5e-4, "released code of FedMLP"),
+        "training.keep": ("last", "FedMLP, Tables 1 and 2: the last model"),
+        "partition.kind": ("iid", "FedMLP, Section 3.1"),
+        "participation.fraction": (1.0, "FedMLP, Implementation Details: all clients"),
+        "annotation.kind": ("missing", "FedMLP, Partial Label Generation"),
     },
     "fedctran": LGT_SETTINGS,
     "fedlgt": LGT_SETTINGS,
@@ -155,19 +188,41 @@ LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("fedharmony", "start_round"): ([2, 9], [1]),
     ("fedharmony", "gamma"): ([JUST, 50.0], [0]),
     ("fedharmony", "horizon"): ([JUST, 50.0], [0]),
+    ("fedmlp", "first_stage"): ([1, 19], [0, 20]),
+    ("fedmlp", "negative_share"): ([0, 1], [-JUST, 1 + JUST]),
+    ("fedmlp", "positive_share"): ([0, 1], [-JUST, 1 + JUST]),
+    ("fedmlp", "low"): ([0, 0.7], [-JUST, 0.7 + JUST]),
+    ("fedmlp", "high"): ([0.3, 1], [0.3 - JUST, 1 + JUST]),
+    ("fedmlp", "momentum"): ([0, 1 - JUST], [-JUST, 1]),
     ("private-fedavg", "tuning_steps"): ([1, 900], [0]),
     ("private-fedavg", "tuning_batch"): ([1, 900], [0]),
     ("private-fedavg", "tuning_lr"): ([JUST, 5.0], [0]),
 }
 
 
+# What the papers have and only the user can give.
+UNPUBLISHED: dict[str, set[str]] = {
+    "fednca-ml": {"model.weights", "partition.beta", "partition.presence"},
+    "fedctran": {"model.weights"},
+    "fedlgt": {"model.weights", "method.encoder"},
+    "fedmlp": {"model.weights", "annotation.missing", "partition.clients"},
+    "fedharmony": {"model.weights", "participation.count"},
+}
+
+
 def test_every_method_has_its_rows() -> None:
-    assert own_methods() == DEFAULTS.keys() | NOT_YET
+    assert own_methods() == DEFAULTS.keys()
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_only_the_user_can_give_is_named(name: str) -> None:
+    assert find(name).unpublished.keys() == UNPUBLISHED.get(name, set())
+    assert not find(name).unpublished.keys() & find(name).published.keys()
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_options_are_the_papers(name: str) -> None:
-    expected = {"keep": "last"} | {option: value for option, (value, _) in DEFAULTS[name].items()}
+    expected = {"keep": "best" if name == "centralized" else "last"} | {option: value for option, (value, _) in DEFAULTS[name].items()}
     found = options_of(name)
     assert found == expected
     assert {option: type(value) for option, value in found.items()} == {o: type(v) for o, v in expected.items()}
