@@ -161,7 +161,18 @@ def test_targets_all_alike(target: int) -> None:
     report = check(scores, np.full(scores.shape, target, dtype=np.int8))
     assert np.isnan(report.values["macro_auc"]) and np.isnan(report.values["micro_auc"])
     assert np.isnan(report.values["hamming"]) == (target == -1)
-    for name in ("macro_f1", "micro_f1", "c_p", "c_r", "c_f1", "o_p", "o_r", "o_f1", "macro_f1_tuned", "micro_f1_tuned"):
+    for name in (
+        "macro_f1",
+        "micro_f1",
+        "c_p",
+        "c_r",
+        "c_f1",
+        "o_p",
+        "o_r",
+        "o_f1",
+        "macro_f1_tuned",
+        "micro_f1_tuned",
+    ):
         assert np.isnan(report.values[name]) == (target != 1), name
 
 
