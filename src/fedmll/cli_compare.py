@@ -96,7 +96,8 @@ def compare(
     out = out or fresh_folder(f"compare-{Path(base.data.name).stem}")
     variants = [grid.parse_variant(name.strip(), parse_value) for name in method_names.split(",")]
     plan = grid.Grid(base, grid.crossed(variants, varied), numbers, out, tuned, against)
-    with display.RunProgress(plan.rounds) as progress, stoppable(f"the same command with --out {out}"):
+    go_on = f"the same command with --out {out} (what is finished: {out / 'table.md'})"
+    with display.RunProgress(plan.rounds) as progress, stoppable(go_on):
 
         def watch(cell: comparison.Cell) -> display.RunProgress:
             progress.label = str(cell)
@@ -105,27 +106,23 @@ def compare(
         try:
             plan.go(watch, progress.skip, retry_failed)
         finally:  # what is finished is worth a table, however it ends
-            tables = write_tables(plan.comparison(), columns, against, out)
-    found = plan.comparison()
-    title = f"{base.data.name}, {base.training.rounds} rounds, seeds {seeds}; test data, mean ± std"
-    show(title, tables, comparison.notes(found, columns))
+            found = plan.comparison()
+            tables, notes = comparison.tables(found, columns, against), comparison.notes(found, columns)
+            if found.finished or found.failed:
+                write(found, tables, notes, out)
+    show(f"{base.data.name}, {base.training.rounds} rounds, seeds {seeds}; test data, mean ± std", tables, notes)
     display.console.print(f"tables and every run in {out}", soft_wrap=True)
-    if found.hopeless:
+    if not found.finished:
         raise typer.Exit(1)
 
 
-def write_tables(found: Comparison, columns: Sequence[str], against: str | None, out: Path) -> list[Table]:
+def write(found: Comparison, tables: Sequence[Table], notes: Sequence[str], out: Path) -> None:
     from fedmll import comparison, display, files
 
-    tables = [comparison.table(found, columns)]
-    if against is not None:
-        tables.append(comparison.margins(found, against, columns))
     parts = [display.markdown(*table) for table in tables]
-    if notes := comparison.notes(found, columns):
-        parts.append("".join(f"- {note}\n" for note in notes))
+    parts += ["".join(f"- {note}\n" for note in notes)] if notes else []
     files.write(out / "table.md", "\n".join(parts))
     comparison.write_csv(found, out / "table.csv")
-    return tables
 
 
 def show(title: str, tables: Sequence[Table], notes: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedmll import files
 from fedmll.evaluation import METRICS
@@ -88,8 +87,8 @@ class Comparison:
         return [cell for cell in self.runs if cell.failure is not None]
 
     @property
-    def hopeless(self) -> bool:
-        return bool(self.failed) and not any(cell.summary is not None for cell in self.runs)
+    def finished(self) -> list[Cell]:
+        return [cell for cell in self.runs if cell.summary is not None]
 
 
 def measure(summary: Mapping[str, Any], name: str) -> float:
@@ -100,6 +99,10 @@ def measure(summary: Mapping[str, Any], name: str) -> float:
         return float((summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"] / 1e6)
     value = summary["metrics"].get(name)
     return math.nan if value is None else float(value)
+
+
+def tables(comparison: Comparison, metrics: Sequence[str], against: str | None = None) -> list[Table]:
+    return [table(comparison, metrics)] + ([] if against is None else [margins(comparison, against, metrics)])
 
 
 def table(comparison: Comparison, metrics: Sequence[str]) -> Table:
@@ -130,21 +133,19 @@ def _figure(comparison: Comparison, rows: list[Row], values: dict[int, float], s
     """`34.10 ± 0.20`; with ` (2 of 3)` where not every seed of the rows is finished."""
     if not values:
         return "failed" if any(cell.failure is not None for row in rows for cell in row.runs) else "not run"
-    found, planned = len(values), len(comparison.seeds)
-    return mean_and_spread(np.array(list(values.values())), sign) + (f" ({found} of {planned})" * (found < planned))
-
-
-def mean_and_spread(values: NDArray[np.float64], sign: str = "") -> str:
-    if np.isnan(values).any():
+    found = np.array(list(values.values()))
+    if np.isnan(found).any():
         return "–"
-    return f"{values.mean():{sign}.2f}" + (f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else "")
+    spread = f" ± {found.std(ddof=1):.2f}" if len(found) > 1 else ""
+    missing = f" ({len(found)} of {len(comparison.seeds)})" if len(found) < len(comparison.seeds) else ""
+    return f"{found.mean():{sign}.2f}{spread}{missing}"
 
 
 def notes(comparison: Comparison, metrics: Sequence[str]) -> list[str]:
     """What a reader of the tables must know, a line each."""
     lines = []
     if failed := comparison.failed:
-        lines.append(f"{len(failed)} of {len(comparison.runs)} runs failed (--retry-failed tries again); averages are over the rest.")
+        lines.append(f"{len(failed)} of {len(comparison.runs)} runs failed (--retry-failed tries them again):")
         lines += [f"failed: {cell}: {cell.failure}" for cell in failed]
     if not all(row.done for row in comparison.rows):
         lines.append("not all runs are done: the same command with the same --out goes on.")
