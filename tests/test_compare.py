@@ -266,8 +266,13 @@ def test_tuning_without_validation_data_is_refused_before_a_run(world: World) ->
         world.labels = labels
         with pytest.raises(ConfigError, match=rf"val_macro_auc.*{len(labels)} validation samples.*partition.holdout"):
             world.go("fedavg", [0, 1], tune=RATES)
-    assert world.ran == []
+        assert world.ran == []
     world.go("fedavg", [0, 1])  # nobody needs it without --tune
+    world.labels = np.array([[1, -1], [0, 0]])  # one class with both is enough
+    world.go("fedavg", [2], tune=RATES)
+    world.labels = np.zeros((0, 3))  # and the other seeds do not choose
+    world.go("fedavg", [2, 1], tune=RATES)
+    assert len(world.ran) == 1
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
