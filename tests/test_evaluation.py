@@ -37,6 +37,15 @@ def data_of(
     return replace(federation, test=dataset(test), validation=dataset(validation), validation_owner=place)
 
 
+@pytest.mark.parametrize("present", [True, False])
+def test_a_metric_is_undefined_without_what_it_needs(small_federation: Federation, present: bool) -> None:
+    """Where all is present, those that need a negative; where all is absent, those that need a positive."""
+    targets, scores = np.full((6, 3), int(present)), np.full((6, 3), 0.4, np.float32)
+    values = evaluate_pooled(data_of(small_federation, targets, targets, [0, 0, 0, 1, 1, 1]), scores, scores).values
+    lacking = "and a negative" if present else "a positive"
+    assert {name for name, value in values.items() if np.isnan(value)} == {n for n in values if lacking in METRICS[n]}
+
+
 def test_test_and_validation_data_are_kept_apart(small_federation: Federation) -> None:
     rng = np.random.default_rng(0)
     targets = rng.integers(0, 2, (40, 3))
