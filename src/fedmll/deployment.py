@@ -168,18 +168,23 @@ def own_data(experiment: Experiment, observer: Observer) -> OwnData:
                 "data.name = 'none' is for a server without test data; it must then say what the clients have: "
                 "sites.classes = ['…', '…'] and data.size (and sites.channels = 1 for grey images)."
             )
-        store = np.zeros((0, experiment.sites.channels, data.size, data.size), np.uint8)
+        height, width = (data.size, data.size) if isinstance(data.size, int) else data.size
+        store = np.zeros((0, experiment.sites.channels, height, width), np.uint8)
         classes = experiment.sites.classes
         return OwnData(Dataset(store, np.zeros((0, len(classes)), np.int8), classes), None)
     if data.name.startswith("folder:"):
-        test, train = site.load_test(
-            Path(data.name.partition(":")[2]).expanduser(), data.root, data.size, observer.preparing
-        )
+        file = Path(data.name.partition(":")[2]).expanduser()
+        test, train, found = site.load_test(file, data.root, data.size, data.reading, observer.preparing)
+        for note in found.notes:
+            observer.warning(note)
         if not len(test):
             raise DataError(f"The server's own data, {data.name}, has no row with split = test.")
         return OwnData(test, train if len(train) else None)
-    composition = data.model_dump(include={"layout", "singles", "pairs"})
-    splits = sources.load(data.name, data.root, data.size, experiment.seed, composition, observer.preparing)
+    splits = sources.load(
+        data.name, data.root, data.size, experiment.seed, data.composition, observer.preparing, data.reading
+    )
+    for note in splits.notes:
+        observer.warning(note)
     return OwnData(splits.test, None)
 
 

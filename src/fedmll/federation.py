@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from fedmll.data import annotate, participation, sources
 from fedmll.data.cache import Progress, silent
 from fedmll.data.dataset import UNKNOWN, Dataset, Splits
 from fedmll.data.partition import Partition, partition
+from fedmll.data.targets import whole_groups
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.methods.base import Method
@@ -35,6 +37,7 @@ class Federation:
     allowed: NDArray[np.bool_]  # (clients, classes): what the partition lets a client show
     report: dict[str, int]  # samples that the partition's rules touched
     server: Dataset | None  # samples that the server holds (partition.server)
+    notes: tuple[str, ...] = ()  # what the user should know of how the data was read
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -78,8 +81,10 @@ class Federation:
 
 
 def build(experiment: Experiment, progress: Progress = silent) -> Federation:
-    """Load the data and divide it, all from the seed."""
-    splits = _narrowed(experiment, _load(experiment, progress))
+    """Load the data and divide it, all from the seed. The result's experiment says what the data decided."""
+    splits = _load(experiment, progress)
+    experiment = resolved(experiment, splits)
+    splits = _narrowed(experiment, splits)
     clients_data, server = _server_share(experiment, splits.train)
     divided = divide(experiment, clients_data)
     known = annotate.annotate(
@@ -95,7 +100,7 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
     if (divided.labels == UNKNOWN).any():  # a class of which a client knows no label (a blank column) is not annotated
         known = known & np.array([(labels[rows] != UNKNOWN).any(0) for rows in divided.clients])
     train = clients_data.with_labels(labels)
-    samples, held_out = _hold_out(experiment, divided)
+    samples, held_out = _hold_out(experiment, divided, clients_data)
     validation, owner = splits.validation, None
     if validation is None:
         rows = np.concatenate(held_out)
@@ -113,13 +118,26 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
         divided.allowed,
         divided.report,
         server,
+        splits.notes,
     )
+
+
+def resolved(experiment: Experiment, splits: Splits) -> Experiment:
+    """The experiment with what only the data could say: natural clients or not, the images' size, their range."""
+    found: dict[str, Any] = {}
+    if experiment.partition.kind == "auto":
+        found["partition.kind"] = "dirichlet" if splits.train.groups is None else "natural"
+    if splits.size is not None:
+        height, width = splits.size
+        found["data.size"] = height if height == width else splits.size
+    if splits.window is not None:
+        found["data.window"] = splits.window
+    return experiment.changed(found)
 
 
 def _load(experiment: Experiment, progress: Progress) -> Splits:
     data = experiment.data
-    composition = data.model_dump(include={"layout", "singles", "pairs"})
-    return sources.load(data.name, data.root, data.size, experiment.seed, composition, progress)
+    return sources.load(data.name, data.root, data.size, experiment.seed, data.composition, progress, data.reading)
 
 
 def _server_share(experiment: Experiment, train: Dataset) -> tuple[Dataset, Dataset | None]:
@@ -143,7 +161,7 @@ def divide(experiment: Experiment, train: Dataset) -> Partition:
         outside=setting.outside,
         labels_per_client=setting.labels_per_client,
         minimum=setting.minimum or _default_minimum(experiment, len(train)),
-        groups=train.groups,
+        groups=train.patients if train.groups is None else train.groups,
     )
 
 
@@ -154,10 +172,12 @@ def _default_minimum(experiment: Experiment, samples: int) -> int:
 
 
 def _hold_out(
-    experiment: Experiment, divided: Partition
+    experiment: Experiment, divided: Partition, train: Dataset
 ) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
     """Each client keeps a share of its samples for validation; a client with too few keeps none."""
     share, samples, held_out = experiment.partition.holdout, [], []
+    if experiment.data.group is not None and train.patients is not None:
+        return _hold_out_patients(experiment, divided, train.patients)
     for name, rows in zip(divided.names, divided.clients, strict=True):
         kept, held = split_off(rows, share, experiment.seed, name)
         samples.append(kept)
@@ -165,13 +185,50 @@ def _hold_out(
     return tuple(samples), held_out
 
 
+def _hold_out_patients(
+    experiment: Experiment, divided: Partition, patients: NDArray[np.str_]
+) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
+    """A patient whom one client holds out is held out by every client: no other trains on his images."""
+    share = experiment.partition.holdout
+    _, number = np.unique(patients, return_inverse=True)
+    chosen = np.zeros(number.max(initial=0) + 1, dtype=bool)
+    for name, rows in zip(divided.names, divided.clients, strict=True):
+        free = rows[~chosen[number[rows]]]
+        room = int(share * len(rows)) - (len(rows) - len(free))
+        _, held = _split_off_patients(free, room, experiment.seed, name, patients)
+        chosen[number[held]] = True
+    parts = [(rows[~chosen[number[rows]]], rows[chosen[number[rows]]]) for rows in divided.clients]
+    empty = next((name for name, (kept, _) in zip(divided.names, parts, strict=True) if not len(kept)), None)
+    if empty is not None:
+        raise ConfigError(
+            f"partition.holdout = {share} leaves client {empty} nothing to train on: every one of its "
+            f"'{experiment.data.group}' is held out by some client. Lower partition.holdout or partition.clients."
+        )
+    return tuple(kept for kept, _ in parts), [held for _, held in parts]
+
+
 def split_off(
-    rows: NDArray[np.int64], share: float, seed: int, name: str
+    rows: NDArray[np.int64], share: float, seed: int, name: str, patients: NDArray[np.str_] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What a client trains on and what it holds out: a function of the seed and its name, wherever it runs."""
-    shuffled = numpy_generator(seed, "holdout", name).permutation(rows)
+    """What a client trains on and what it holds out: a function of the seed and its name, wherever it runs.
+
+    With `patients` (one a sample of the whole data, not only of `rows`) all samples of a patient are on one side.
+    """
     count = int(share * len(rows))
+    if patients is not None:
+        return _split_off_patients(rows, count, seed, name, patients)
+    shuffled = numpy_generator(seed, "holdout", name).permutation(rows)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+
+
+def _split_off_patients(
+    rows: NDArray[np.int64], count: int, seed: int, name: str, patients: NDArray[np.str_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    _, number = np.unique(patients[rows], return_inverse=True)
+    sizes = np.bincount(number)
+    chosen, _ = whole_groups(numpy_generator(seed, "holdout", name).permutation(len(sizes)), sizes, count)
+    held = np.isin(number, chosen)
+    return np.sort(rows[~held]), np.sort(rows[held])
 
 
 def _narrowed(experiment: Experiment, splits: Splits) -> Splits:
@@ -190,4 +247,4 @@ def _narrowed(experiment: Experiment, splits: Splits) -> Splits:
     if limit is not None and limit < len(train):
         chosen = numpy_generator(experiment.seed, "limit").permutation(len(train))[:limit]
         train = train.subset(np.sort(chosen))
-    return Splits(train, test, validation)
+    return replace(splits, train=train, test=test, validation=validation)
