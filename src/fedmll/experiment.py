@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from fedmll import methods
 from fedmll.data.reading import Reading
@@ -19,6 +19,7 @@ from fedmll.errors import ConfigError, nearest
 M = TypeVar("M", bound=BaseModel)
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 DEFAULT_CLIENTS = 10
 SAY_CLIENTS = ("folder:", "packed:")  # data that may say which client a sample belongs to
 
@@ -33,8 +34,8 @@ class Data(Section):
     name: str = "ml-digits"
     root: Path | None = None  # the folder (or file) that holds the data; for folder: the images
     size: Count | tuple[Count, Count] | None = None  # images become squares, or [height, width]; default: from the data
-    classes: tuple[str, ...] = ()  # of a CSV: the only columns that are classes; default: all that are left
-    ignore: tuple[str, ...] = ()  # of a CSV: columns that are no classes
+    classes: Names = ()  # of a CSV: the only columns that are classes; default: all that are left
+    ignore: Names = ()  # of a CSV: columns that are no classes
     group: str | None = None  # the column (packed: array) whose samples stay on one side of every split: the patient
     window: tuple[float, float] | None = (
         None  # images of more than 8 bits: what becomes 0 and 255; default: from the data

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fedmll.data.csv_columns import Rows, find_columns, read_rows, rows_with, without_ignored
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN
-from fedmll.data.reading import Problems, Reading, some
+from fedmll.data.reading import NAMED, Problems, Reading, some
 from fedmll.data.targets import TEST, TRAIN, VALIDATION, both_sides, straddling
 
 PATIENT_COLUMNS = ("patient", "patient_id", "patientid", "patient id")
@@ -116,10 +116,8 @@ def _labels_from_columns(rows: Rows, columns: Sequence[int], reading: Reading, p
 
 
 def _report_cells(wrong: dict[str, list[str]], reading: Reading, problems: Problems) -> None:
-    by_column = ", ".join(
-        f"{len(cells)} cell{'s' if len(cells) > 1 else ''} of column '{name}' ({some(cells)})"
-        for name, cells in wrong.items()
-    )
+    a_column = max(1, NAMED // len(wrong))
+    cells = some([f"{len(cells)} in column '{name}' ({some(cells, a_column)})" for name, cells in wrong.items()])
     advice = f"leave {'them' if len(wrong) > 1 else 'it'} out with {reading.how_to_set('ignore', list(wrong))}"
     patient = next((name for name in wrong if name.lower() in PATIENT_COLUMNS), None)
     if patient is not None and reading.group is None:
@@ -127,7 +125,7 @@ def _report_cells(wrong: dict[str, list[str]], reading: Reading, problems: Probl
         more = f" {reading.how_to_set('ignore', others)}" if others else ""
         advice += f", or keep each patient on one side of every split: {reading.how_to_set('group', patient)}{more}"
     problems.add(
-        f"no labels are in {by_column}. A label is 1 (present), 0 (absent) or blank (unknown). If "
+        f"cells that are no label: {cells}. A label is 1 (present), 0 (absent) or blank (unknown). If "
         f"{'these columns are no classes' if len(wrong) > 1 else 'this column is no class'}: {advice}."
     )
 

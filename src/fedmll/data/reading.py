@@ -86,10 +86,10 @@ class Problems:
             raise DataError(f"{self.where} has {len(self.found)} problems. {listed}")
 
 
-def some(examples: Sequence[str]) -> str:
+def some(examples: Sequence[str], named: int = NAMED) -> str:
     """The first few, and how many more there are."""
-    more = len(examples) - NAMED
-    return "; ".join(examples[:NAMED]) + (f"; and {more} more" if more > 0 else "")
+    more = len(examples) - named
+    return "; ".join(examples[:named]) + (f"; and {more} more" if more > 0 else "")
 
 
 def readable(
