@@ -15,7 +15,6 @@ from fedmll.cli import app
 from fedmll.data.pack import pack
 from fedmll.data.reading import Reading
 from fedmll.data.sources import load
-from fedmll.data.targets import split_at_random
 from fedmll.engines.site_worker import recall_site, remember_site
 from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
@@ -170,21 +169,6 @@ def test_a_client_whose_patients_are_all_held_out_elsewhere_is_said(tmp_path: Pa
     wanted = experiment(tmp_path, name, **PATIENTS, partition__kind="iid", partition__clients=16)
     with pytest.raises(ConfigError, match=r"partition.holdout = 0.9 leaves client c\d+ nothing to train on"):
         federation.build(wanted.changed({"partition.holdout": 0.9}))
-
-
-def test_groups_are_drawn_whole_about_a_fifth_and_rare_classes_stay_in_training() -> None:
-    generator = np.random.default_rng(0)
-    patients = np.repeat([f"p{number}" for number in range(50)], generator.integers(1, 12, 50))
-    labels = (generator.random((len(patients), 4)) < 0.3).astype(np.int8)
-    labels[:, 3] = patients == "p7"
-    split = split_at_random(labels, patients)
-    tested = set(patients[split == 2].tolist())
-    assert not tested & set(patients[split == 0].tolist())
-    assert 0.15 < (split == 2).mean() < 0.25
-    assert "p7" not in tested, "the only patient of a class"
-    assert np.array_equal(split, split_at_random(labels, patients))
-    alone = split_at_random(labels, np.arange(len(labels)).astype(str))
-    assert abs((alone == 2).mean() - 0.2) < 0.02
 
 
 def test_few_patients_with_many_images_can_be_split_and_two_cannot(tmp_path: Path) -> None:

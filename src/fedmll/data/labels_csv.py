@@ -118,16 +118,13 @@ def _labels_from_columns(rows: Rows, columns: Sequence[int], reading: Reading, p
 def _report_cells(wrong: dict[str, list[str]], reading: Reading, problems: Problems) -> None:
     a_column = max(1, NAMED // len(wrong))
     cells = some([f"{len(cells)} in column '{name}' ({some(cells, a_column)})" for name, cells in wrong.items()])
-    advice = f"leave {'them' if len(wrong) > 1 else 'it'} out with {reading.how_to_set('ignore', list(wrong))}"
+    advice = f"Columns that are no classes are left out with {reading.how_to_set('ignore', list(wrong))}"
     patient = next((name for name in wrong if name.lower() in PATIENT_COLUMNS), None)
     if patient is not None and reading.group is None:
         others = [name for name in wrong if name != patient]
         more = f" {reading.how_to_set('ignore', others)}" if others else ""
         advice += f", or keep each patient on one side of every split: {reading.how_to_set('group', patient)}{more}"
-    problems.add(
-        f"cells that are no label: {cells}. A label is 1 (present), 0 (absent) or blank (unknown). If "
-        f"{'these columns are no classes' if len(wrong) > 1 else 'this column is no class'}: {advice}."
-    )
+    problems.add(f"cells that are no label: {cells}. A label is 1 (present), 0 (absent) or blank (unknown). {advice}.")
 
 
 def _labels_from_lists(
@@ -137,9 +134,9 @@ def _labels_from_lists(
     listed = [[name.strip() for name in cell.split("|") if name.strip()] for cell in cells]
     present = [[name for name in names if name.lower() not in NOTHING] for names in listed]
     both = [
-        f"row {rows.numbers[place]}: '{cells[place]}'"
-        for place, (names, some_present) in enumerate(zip(listed, present, strict=True))
-        if some_present and len(some_present) < len(names)
+        f"row {rows.numbers[row]}: '{cells[row]}'"
+        for row, shown in enumerate(present)
+        if 0 < len(shown) < len(listed[row])
     ]
     if both:
         problems.add(f"{rows_with(len(both))} both 'none' and a class ({some(both)}). Write one or the other.")
@@ -148,8 +145,8 @@ def _labels_from_lists(
         problems.add(f"the column '{rows.header[column]}' names no class anywhere, so there is nothing to learn.")
     place_of = {name: place for place, name in enumerate(classes)}
     labels = np.full((len(cells), len(classes)), ABSENT, dtype=np.int8)
-    for row, (names, shown) in enumerate(zip(listed, present, strict=True)):
-        if not names:
+    for row, shown in enumerate(present):
+        if not listed[row]:
             labels[row] = UNKNOWN
         labels[row, [place_of[name] for name in shown if name in place_of]] = PRESENT
     return classes, labels
@@ -157,11 +154,7 @@ def _labels_from_lists(
 
 def _splits(rows: Rows, column: int, problems: Problems) -> NDArray[np.int8]:
     words = rows.column(column)
-    wrong = [
-        f"row {number}: '{word}'"
-        for number, word in zip(rows.numbers, words, strict=True)
-        if word.lower() not in SPLITS
-    ]
+    wrong = [f"row {rows.numbers[row]}: '{word}'" for row, word in enumerate(words) if word.lower() not in SPLITS]
     if wrong:
         problems.add(
             f"{rows_with(len(wrong))} a split that is none of train, validation (or val) and test ({some(wrong)})."
@@ -208,9 +201,9 @@ def _status(path: Path) -> tuple[int, int] | None:
 def _check_repeated(rows: Rows, names: list[str], paths: list[Path], problems: Problems) -> None:
     first: dict[str, int] = {}
     again = [
-        f"row {number}: '{name}' is already in row {first[str(path)]}"
-        for number, name, path in zip(rows.numbers, names, paths, strict=True)
-        if first.setdefault(str(path), number) != number
+        f"row {rows.numbers[row]}: '{names[row]}' is already in row {first[str(path)]}"
+        for row, path in enumerate(paths)
+        if first.setdefault(str(path), rows.numbers[row]) != rows.numbers[row]
     ]
     if again:
         problems.add(
