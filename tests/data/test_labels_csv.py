@@ -67,6 +67,8 @@ def test_the_proposal_without_a_patient_column_has_no_group(tmp_path: Path) -> N
     text = said(table_of(tmp_path, MESSY.replace("Patient", "who").replace("age", "it's")))
     assert "data.group" not in text
     assert """--set 'data.ignore=["who","it'"'"'s"]'""" in text, "ready to be copied into a shell"
+    chosen = said(table_of(tmp_path, MESSY, Reading(classes=("age", "cat"))))
+    assert chosen.endswith("Leave columns that are no classes out of data.classes.")
     only = said(table_of(tmp_path, MESSY, Reading(ignore=("age",))))
     assert only.endswith("--set data.group=Patient.")
 

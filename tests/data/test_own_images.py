@@ -386,7 +386,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     wrong = CliRunner().invoke(app, [*packed, "--window", "0"])
     assert "--window takes LOW,HIGH" in str(wrong.exception)
     one = CliRunner().invoke(app, [*base, "--set", "data.ignore=age"])
-    assert """--set 'data.ignore=["note"]'""" in str(one.exception)
+    assert """--set 'data.ignore=["age","note"]'""" in str(one.exception), "it replaces what was set before"
 
 
 # --- settings that mean nothing, and DermaMNIST

@@ -104,7 +104,7 @@ def find_columns(rows: Rows, reading: Reading, problems: Problems) -> Columns:
         names = [header[column] for column in classes]
         problems.add(
             f"it has a column 'labels' and also {some([repr(name) for name in names])}. Use either one column 'labels' "
-            f"with 'A|B|C', or a column a class; if the others are no classes: {reading.how_to_set('ignore', names)}."
+            f"with 'A|B|C', or a column a class; if the others are no classes: {reading.how_to_ignore(names)}."
         )
     _check_header(header, classes, problems)
     return Columns(image, split, client, group, labels, classes)

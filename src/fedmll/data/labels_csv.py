@@ -118,11 +118,13 @@ def _labels_from_columns(rows: Rows, columns: Sequence[int], reading: Reading, p
 def _report_cells(wrong: dict[str, list[str]], reading: Reading, problems: Problems) -> None:
     a_column = max(1, NAMED // len(wrong))
     cells = some([f"{len(cells)} in column '{name}' ({some(cells, a_column)})" for name, cells in wrong.items()])
-    advice = f"Columns that are no classes are left out with {reading.how_to_set('ignore', list(wrong))}"
+    advice = f"Columns that are no classes are left out with {reading.how_to_ignore(list(wrong))}"
+    if reading.classes:
+        advice = f"Leave columns that are no classes out of {reading.setting('classes')}"
     patient = next((name for name in wrong if name.lower() in PATIENT_COLUMNS), None)
     if patient is not None and reading.group is None:
         others = [name for name in wrong if name != patient]
-        more = f" {reading.how_to_set('ignore', others)}" if others else ""
+        more = f" {reading.how_to_ignore(others)}" if others else ""
         advice += f", or keep each patient on one side of every split: {reading.how_to_set('group', patient)}{more}"
     problems.add(f"cells that are no label: {cells}. A label is 1 (present), 0 (absent) or blank (unknown). {advice}.")
 

@@ -62,6 +62,10 @@ class Reading:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         return f"--set {shlex.quote(f'data.{name}={text}')}"
 
+    def how_to_ignore(self, names: Sequence[str]) -> str:
+        """These columns too, beside those that are ignored already."""
+        return self.how_to_set("ignore", [*self.ignore, *names])
+
 
 class Problems:
     """What is wrong with one set of data, gathered so that one error says all of it."""
