@@ -21,6 +21,7 @@ from fedmll.cli_options import (
     Root,
     Rounds,
     Set,
+    SkipUnreadable,
     Workers,
     experiment_from,
     fresh_folder,
@@ -50,6 +51,7 @@ def compare(
     rounds: Rounds = None,
     workers: Workers = None,
     device: Device = None,
+    skip_unreadable: SkipUnreadable = False,
     out: Annotated[Path | None, typer.Option("--out", help="The grid's folder. The same one again: goes on.")] = None,
     tune: Annotated[
         list[str] | None,
@@ -90,6 +92,7 @@ def compare(
         {
             "data.name": data,
             "data.root": root,
+            "data.skip_unreadable": skip_unreadable or None,
             "model.backbone": backbone,
             "partition.clients": clients,
             "training.rounds": rounds,

@@ -6,8 +6,25 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
-from fedmll.cli_options import Clients, DataName, File, Root, Rounds, Seed, Set, experiment_from
+from fedmll.cli_options import (
+    Classes,
+    Clients,
+    DataName,
+    File,
+    Group,
+    Ignore,
+    Root,
+    Rounds,
+    Seed,
+    Set,
+    SkipUnreadable,
+    Window,
+    experiment_from,
+    names_in,
+    window_in,
+)
 
 data_app = typer.Typer(help="Look at data sources, and pack your own images.", no_args_is_help=True)
 
@@ -32,6 +49,7 @@ def describe_data(
     root: Root = None,
     clients: Clients = None,
     seed: Seed = None,
+    skip_unreadable: SkipUnreadable = False,
     settings: Set = None,
     out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("label-map.png"),
 ) -> None:
@@ -40,9 +58,12 @@ def describe_data(
     from fedmll.analysis import label_map
 
     options = {"data.name": data, "data.root": root, "partition.clients": clients, "seed": seed}
+    options["data.skip_unreadable"] = skip_unreadable or None
     experiment = experiment_from(file, options, settings)
     with display.RunProgress(0) as progress:
         divided = federation.build(experiment, progress.preparing)
+    for note in divided.notes:
+        display.console.print(escape(note), highlight=False, soft_wrap=True)
     counts = label_map.label_map(divided.train.labels, divided.samples)
     display.console.print(label_map.table(counts, divided.names, divided.train.classes))
     label_map.draw(out, counts.positives, divided.names, divided.train.classes, counts.known)
@@ -60,6 +81,7 @@ def label_coverage(
     clients: Clients = None,
     rounds: Rounds = None,
     seed: Seed = None,
+    skip_unreadable: SkipUnreadable = False,
     settings: Set = None,
     out: Annotated[Path | None, typer.Option("--out", help="All counts as CSV, a line a round.")] = None,
 ) -> None:
@@ -68,7 +90,8 @@ def label_coverage(
     from fedmll.analysis import coverage
 
     options = {"data.name": data, "data.root": root, "partition.clients": clients, "training.rounds": rounds}
-    experiment = experiment_from(file, options | {"seed": seed}, settings)
+    options |= {"seed": seed, "data.skip_unreadable": skip_unreadable or None}
+    experiment = experiment_from(file, options, settings)
     with display.RunProgress(0) as progress:
         divided = federation.build(experiment, progress.preparing)
     classes, total = divided.train.classes, experiment.training.rounds
@@ -86,11 +109,20 @@ def pack_data(
     root: Annotated[Path, typer.Option("--root", help="The folder the paths start from.")],
     out: Annotated[Path, typer.Option("--out", help="The packed file, .npz.")],
     size: Annotated[int | None, typer.Option("--size", help="Images become size × size; default: as they are.")] = None,
+    classes: Classes = None,
+    ignore: Ignore = None,
+    group: Group = None,
+    window: Window = None,
+    skip_unreadable: SkipUnreadable = False,
 ) -> None:
     """Pack a folder of images and its CSV into one file, for --data packed:FILE.npz."""
     from fedmll import display
     from fedmll.data.pack import pack
+    from fedmll.data.reading import Reading
 
+    reading = Reading(names_in(classes), names_in(ignore), group, window_in(window), skip_unreadable, by_options=True)
     with display.RunProgress(0) as progress:
-        pack(csv, root, out, size=size, progress=progress.preparing)
+        notes = pack(csv, root, out, size=size, progress=progress.preparing, reading=reading)
+    for note in notes:
+        display.console.print(escape(note), highlight=False, soft_wrap=True)
     display.console.print(f"packed into {out}; use it with --data packed:{out}", soft_wrap=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from fedmll.cli_options import Classes, Group, Ignore, SkipUnreadable, Window, names_in, window_in
 from fedmll.errors import ConfigError
 
 keys_app = typer.Typer(help="Certificates and keys of a federation between machines.", no_args_is_help=True)
@@ -48,6 +49,7 @@ def server(
     method: Annotated[str | None, typer.Option("--method", help="A method (see `fedmll methods`).")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", help="How many rounds.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The seed of everything random.")] = None,
+    skip_unreadable: SkipUnreadable = False,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting.")
@@ -60,6 +62,7 @@ def server(
     from fedmll import cli, deployment, display, rehearsal
 
     options = {"method.name": method, "training.rounds": rounds, "seed": seed}
+    options["data.skip_unreadable"] = skip_unreadable or None
     experiment = cli.experiment_from(file, options, settings)
     out = out or cli.fresh_folder(f"server-{experiment.method.name}-s{experiment.seed}")
     host, port = _address(listen or ("127.0.0.1:8000" if insecure or simulate else "0.0.0.0:8000"))
@@ -100,7 +103,11 @@ def join(
     csv: Annotated[Path, typer.Option("--csv", help="An image a row, a column a class: 1, 0 or blank (unknown).")],
     images: Annotated[Path, typer.Option("--images", help="The folder that the CSV's paths start from.")],
     data: Annotated[str, typer.Option("--data", help="The kind of data; 'folder' is the only one.")] = "folder",
-    classes: Annotated[str | None, typer.Option("--classes", help="Use only these columns, comma-separated.")] = None,
+    classes: Classes = None,
+    ignore: Ignore = None,
+    group: Group = None,
+    window: Window = None,
+    skip_unreadable: SkipUnreadable = False,
     ca: Annotated[Path, typer.Option("--ca", help="The CA's certificate, from the server's operator.")] = Path(
         "keys/ca.crt"
     ),
@@ -121,12 +128,24 @@ def join(
 
     if data != "folder":
         raise ConfigError(f"--data takes 'folder' (a CSV and a folder of images); it got '{data}'.")
-    chosen = tuple(part.strip() for part in (classes or "").split(",") if part.strip())
     folder = memory or Path(f"fedmll-{keys.check_name(name)}")
-    site = Site(name, csv.resolve(), images.resolve(), folder.resolve(), chosen, device)
+    site = Site(
+        name,
+        csv.resolve(),
+        images.resolve(),
+        folder.resolve(),
+        names_in(classes),
+        device,
+        names_in(ignore),
+        group,
+        window_in(window),
+        skip_unreadable,
+    )
     with display.RunProgress(0) as progress:
         summary = check(site, progress.preparing)
     display.console.print(display.site_table(name, summary))
+    for note in summary.notes:
+        display.console.print(escape(note), highlight=False, soft_wrap=True)
     if insecure:
         display.errors.print(INSECURE)
     access = joining.Access(

@@ -27,6 +27,17 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or auto.
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting, e.g. training.lr=3e-4.")
 ]
+SkipUnreadable = Annotated[
+    bool, typer.Option("--skip-unreadable", help="Leave out images that are missing or cannot be decoded.")
+]
+Classes = Annotated[str | None, typer.Option("--classes", help="Use only these columns, comma-separated.")]
+Ignore = Annotated[str | None, typer.Option("--ignore", help="Columns that are no classes, comma-separated.")]
+Group = Annotated[
+    str | None, typer.Option("--group", help="The column whose rows stay on one side of a split: patient.")
+]
+Window = Annotated[
+    str | None, typer.Option("--window", help="LOW,HIGH: what becomes black and white in images of more than 8 bits.")
+]
 Track = Annotated[bool, typer.Option("--track", help="Also write curves for TensorBoard (extra `track`).")]
 Published = Annotated[
     str | None,
@@ -113,6 +124,22 @@ def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
     for key, what in missing.items():
         display.errors.print(f"[yellow]not as published:[/] {key}; the paper: {what}", highlight=False, soft_wrap=True)
     return merged(values, added)
+
+
+def names_in(text: str | None) -> tuple[str, ...]:
+    """Names, comma-separated."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def window_in(text: str | None) -> tuple[float, float] | None:
+    """LOW,HIGH"""
+    if text is None:
+        return None
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--window takes LOW,HIGH, for example 0,4095; it got '{text}'.") from None
+    return low, high
 
 
 @contextmanager

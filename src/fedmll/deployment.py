@@ -82,7 +82,7 @@ def serve(experiment: Experiment, server: Server, out: Path, observer: Observer 
     runner.check_vacant(out)
     check_address(server.host, server.port)
     mine = own_data(experiment, observer or Observer())
-    runner.create(out, experiment.settled(federation.decisions(mine.test.sample_shape, has_validation=False)))
+    runner.create(out, settled(experiment, mine.test.sample_shape))
     files.write(out / "server.json", json.dumps(asdict(server), indent=2) + "\n")
     return go_on(out, observer)
 
@@ -159,6 +159,11 @@ def drive(
     return result
 
 
+def settled(experiment: Experiment, shape: tuple[int, ...]) -> Experiment:
+    """The experiment with what the sites must not each decide for themselves."""
+    return experiment.settled(federation.decisions(shape, has_validation=False) | {"partition.kind": "natural"})
+
+
 def told(experiment: Experiment) -> dict[str, Any]:
     """What the sites are told of an experiment: not where the server's data lies, and none of its own settings."""
     own = find(experiment.method.name).server_only
@@ -186,18 +191,23 @@ def own_data(experiment: Experiment, observer: Observer) -> OwnData:
                 "data.name = 'none' is for a server without test data; it must then say what the clients have: "
                 "sites.classes = ['…', '…'] and data.size (and sites.channels = 1 for grey images)."
             )
-        store = np.zeros((0, experiment.sites.channels, data.size, data.size), np.uint8)
+        height, width = (data.size, data.size) if isinstance(data.size, int) else data.size
+        store = np.zeros((0, experiment.sites.channels, height, width), np.uint8)
         classes = experiment.sites.classes
         return OwnData(Dataset(store, np.zeros((0, len(classes)), np.int8), classes), None)
     if data.name.startswith("folder:"):
-        test, train = site.load_test(
-            Path(data.name.partition(":")[2]).expanduser(), data.root, data.size, observer.preparing
-        )
+        file = Path(data.name.partition(":")[2]).expanduser()
+        test, train, found = site.load_test(file, data.root, data.size, data.reading, observer.preparing)
+        for note in found.notes:
+            observer.warning(note)
         if not len(test):
             raise DataError(f"The server's own data, {data.name}, has no row with split = test.")
         return OwnData(test, train if len(train) else None)
-    composition = data.model_dump(include={"layout", "singles", "pairs"})
-    splits = sources.load(data.name, data.root, data.size, experiment.seed, composition, observer.preparing)
+    splits = sources.load(
+        data.name, data.root, data.size, experiment.seed, data.composition, observer.preparing, data.reading
+    )
+    for note in splits.notes:
+        observer.warning(note)
     return OwnData(splits.test, None)
 
 

@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from fedmll import methods
+from fedmll.data.reading import Reading
 from fedmll.errors import ConfigError, nearest
 
 M = TypeVar("M", bound=BaseModel)
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 AUTO = "auto"
 COMPOSITE = "ml-"
+DEFAULT_CLIENTS = 10
+SAY_CLIENTS = ("folder", "packed")  # sources that may say which client a sample belongs to
 
 
 class Section(BaseModel):
@@ -31,10 +35,19 @@ class Data(Section):
 
     name: str = "ml-digits"
     root: Path | None = None  # the folder (or file) that holds the data; for folder: the images
-    size: Annotated[int, Field(ge=4)] | None = None  # images become size × size; default: as they are
+    size: Count | tuple[Count, Count] | None = None  # images become squares, or [height, width]; default: from the data
+    classes: Names = ()  # of a CSV: the only columns that are classes; default: all that are left
+    ignore: Names = ()  # of a CSV: columns that are no classes
+    group: str | None = None  # the column (packed: array) whose samples stay on one side of every split: the patient
+    window: tuple[float, float] | None = (
+        None  # images of more than 8 bits: what becomes 0 and 255; default: from the data
+    )
+    skip_unreadable: bool = False  # leave out images that are missing or cannot be decoded
     layout: Literal["quadrants", "side-by-side", "blend"] = "quadrants"  # of ml-… composites
-    singles: Count | Literal["auto", "all"] = "auto"  # one-label composites a class
-    pairs: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"  # two-label composites a pair of classes
+    singles: Count | Literal["proportional", "all"] = "proportional"  # one-label composites a class
+    pairs: Annotated[int, Field(ge=0)] | Literal["proportional"] = (
+        "proportional"  # two-label composites a pair of classes
+    )
     top_classes: Count | None = None  # keep only the most frequent classes
     limit: Count | None = None  # keep only so many training samples (drawn by the seed)
 
@@ -64,11 +77,20 @@ class Data(Section):
         kind, colon, file = self.name.partition(":")
         return f"{kind}{colon}{Path(file).name}"
 
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.classes, self.ignore, self.group, self.window, self.skip_unreadable)
+
+    @property
+    def composition(self) -> dict[str, Any]:
+        return self.model_dump(include={"layout", "singles", "pairs"})
+
 
 class Partition(Section):
     """Which client has which samples."""
 
-    kind: Literal["iid", "dirichlet", "natural", "labels-per-client"] = "dirichlet"
+    # auto: natural where the data says its clients (a `client` column), else dirichlet; decided when it is loaded
+    kind: Literal["auto", "iid", "dirichlet", "natural", "labels-per-client"] = "auto"
     clients: Count | None = None  # default 10; natural: a client a group
     beta: Annotated[float, Field(gt=0)] = 0.5
     presence: Share = 1.0  # γ: a client shows at most γC classes
@@ -183,11 +205,14 @@ class Experiment(Section):
                 f"model.backbone = '{self.model.backbone}' does not fit data.name = '{self.data.label}': mlp is for "
                 "feature vectors (features:FILE.npz), the other backbones are for images."
             )
-        if self.partition.clients is None and self.partition.kind != "natural":
-            self.partition.clients = 10
+        if self.partition.clients is None and self.partition.kind not in ("natural", AUTO):
+            self.partition.clients = DEFAULT_CLIENTS
         if self.training.keep == AUTO:
             self.training.keep = method.keep
+        _ = self.data.reading  # refuses what is no window, and columns named twice
         clients, count = self.partition.clients, self.participation.count
+        if clients is None and self.partition.kind == AUTO and self.data.source not in SAY_CLIENTS:
+            clients = DEFAULT_CLIENTS
         if clients and count and count > clients:
             raise ConfigError(
                 f"participation.count = {count} is more than partition.clients = {clients}; lower it, or leave it "

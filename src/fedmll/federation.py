@@ -18,6 +18,7 @@ from fedmll.data.cache import Progress, silent
 from fedmll.data.dataset import UNKNOWN, Dataset, Splits
 from fedmll.data.digest import Facts, facts_of
 from fedmll.data.partition import Partition, partition
+from fedmll.data.targets import whole_groups
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.methods.base import Method
@@ -46,6 +47,7 @@ class Federation:
     source: Dataset  # all training data with its true targets, whoever has it
     pooled_rows: NDArray[np.int64]  # what an upper bound trains on: all of `source` that is not held out
     decided: Mapping[str, Any]  # `section.key`: what the data decides where an experiment leaves it open
+    notes: tuple[str, ...] = ()  # what the user should know of how the data was read
 
     def of(self, experiment: Experiment) -> Federation:
         """The same data for another experiment (another method, other training)."""
@@ -108,10 +110,11 @@ class Federation:
 
 
 def build(experiment: Experiment, progress: Progress = silent) -> Federation:
-    """Load the data and divide it, all from the seed."""
-    splits = _narrowed(experiment, _load(experiment, progress))
-    decided = decisions(splits.train.sample_shape, splits.validation is not None)
+    """Load the data and divide it, all from the seed. The result's experiment says what the data decided."""
+    splits = _load(experiment, progress)
+    decided = _decided(splits)
     experiment = experiment.settled(decided)
+    splits = _narrowed(experiment, splits)
     own, servers = _server_share(experiment, splits.train)
     clients_data = splits.train.subset(own)
     divided = divide(experiment, clients_data)
@@ -128,7 +131,7 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
     if (divided.labels == UNKNOWN).any():  # a class of which a client knows no label (a blank column) is not annotated
         known = known & np.array([(labels[rows] != UNKNOWN).any(0) for rows in divided.clients])
     train = clients_data.with_labels(labels)
-    samples, held_out = _hold_out(experiment, divided)
+    samples, held_out = _hold_out(experiment, divided, clients_data)
     held_rows = np.concatenate(held_out)
     held = train.subset(held_rows)
     return Federation(
@@ -148,11 +151,12 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
         splits.train,
         np.setdiff1d(np.arange(len(splits.train)), own[held_rows]),
         decided,
+        splits.notes,
     )
 
 
 def decisions(shape: tuple[int, ...], has_validation: bool) -> dict[str, Any]:
-    """What is decided by the data, where the experiment leaves it open: who holds out, which stem a ResNet has."""
+    """What the data decides where the experiment leaves it open: how much is held out, which stem a ResNet has."""
     small = len(shape) == 3 and shape[1] <= SMALL_IMAGES
     return {
         "partition.holdout": 0.0 if has_validation else HOLDOUT,
@@ -160,10 +164,21 @@ def decisions(shape: tuple[int, ...], has_validation: bool) -> dict[str, Any]:
     }
 
 
+def _decided(splits: Splits) -> dict[str, Any]:
+    """Also: natural clients or not, the images' size and their range."""
+    found = decisions(splits.train.sample_shape, splits.validation is not None)
+    found["partition.kind"] = "dirichlet" if splits.train.groups is None else "natural"
+    if splits.size is not None:
+        height, width = splits.size
+        found["data.size"] = height if height == width else splits.size
+    if splits.window is not None:
+        found["data.window"] = splits.window
+    return found
+
+
 def _load(experiment: Experiment, progress: Progress) -> Splits:
     data = experiment.data
-    composition = data.model_dump(include={"layout", "singles", "pairs"})
-    return sources.load(data.name, data.root, data.size, experiment.seed, composition, progress)
+    return sources.load(data.name, data.root, data.size, experiment.seed, data.composition, progress, data.reading)
 
 
 def _server_share(experiment: Experiment, train: Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -187,7 +202,7 @@ def divide(experiment: Experiment, train: Dataset) -> Partition:
         outside=setting.outside,
         labels_per_client=setting.labels_per_client,
         minimum=setting.minimum or _default_minimum(experiment, len(train)),
-        groups=train.groups,
+        groups=train.patients if train.groups is None else train.groups,
     )
 
 
@@ -198,10 +213,12 @@ def _default_minimum(experiment: Experiment, samples: int) -> int:
 
 
 def _hold_out(
-    experiment: Experiment, divided: Partition
+    experiment: Experiment, divided: Partition, train: Dataset
 ) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
     """Each client keeps a share of its samples for validation; a client with too few keeps none."""
     share, samples, held_out = float(experiment.partition.holdout), [], []
+    if experiment.data.group is not None and train.patients is not None:
+        return _hold_out_patients(experiment, divided, train.patients)
     for name, rows in zip(divided.names, divided.clients, strict=True):
         kept, held = split_off(rows, share, experiment.seed, name)
         samples.append(kept)
@@ -209,13 +226,50 @@ def _hold_out(
     return tuple(samples), held_out
 
 
+def _hold_out_patients(
+    experiment: Experiment, divided: Partition, patients: NDArray[np.str_]
+) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
+    """A patient whom one client holds out is held out by every client: no other trains on his images."""
+    share = float(experiment.partition.holdout)
+    _, number = np.unique(patients, return_inverse=True)
+    chosen = np.zeros(number.max(initial=0) + 1, dtype=bool)
+    for name, rows in zip(divided.names, divided.clients, strict=True):
+        free = rows[~chosen[number[rows]]]
+        room = int(share * len(rows)) - (len(rows) - len(free))
+        _, held = _split_off_patients(free, room, experiment.seed, name, patients)
+        chosen[number[held]] = True
+    parts = [(rows[~chosen[number[rows]]], rows[chosen[number[rows]]]) for rows in divided.clients]
+    empty = next((name for name, (kept, _) in zip(divided.names, parts, strict=True) if not len(kept)), None)
+    if empty is not None:
+        raise ConfigError(
+            f"partition.holdout = {share} leaves client {empty} nothing to train on: every one of its "
+            f"'{experiment.data.group}' is held out by some client. Lower partition.holdout or partition.clients."
+        )
+    return tuple(kept for kept, _ in parts), [held for _, held in parts]
+
+
 def split_off(
-    rows: NDArray[np.int64], share: float, seed: int, name: str
+    rows: NDArray[np.int64], share: float, seed: int, name: str, patients: NDArray[np.str_] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What a client trains on and what it holds out: a function of the seed and its name, wherever it runs."""
-    shuffled = numpy_generator(seed, "holdout", name).permutation(rows)
+    """What a client trains on and what it holds out: a function of the seed and its name, wherever it runs.
+
+    With `patients` (one a sample of the whole data, not only of `rows`) all samples of a patient are on one side.
+    """
     count = int(share * len(rows))
+    if patients is not None:
+        return _split_off_patients(rows, count, seed, name, patients)
+    shuffled = numpy_generator(seed, "holdout", name).permutation(rows)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+
+
+def _split_off_patients(
+    rows: NDArray[np.int64], count: int, seed: int, name: str, patients: NDArray[np.str_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    _, number = np.unique(patients[rows], return_inverse=True)
+    sizes = np.bincount(number)
+    chosen, _ = whole_groups(numpy_generator(seed, "holdout", name).permutation(len(sizes)), sizes, count)
+    held = np.isin(number, chosen)
+    return np.sort(rows[~held]), np.sort(rows[held])
 
 
 def _narrowed(experiment: Experiment, splits: Splits) -> Splits:
@@ -234,4 +288,4 @@ def _narrowed(experiment: Experiment, splits: Splits) -> Splits:
     if limit is not None and limit < len(train):
         chosen = numpy_generator(experiment.seed, "limit").permutation(len(train))[:limit]
         train = train.subset(np.sort(chosen))
-    return Splits(train, test, validation)
+    return replace(splits, train=train, test=test, validation=validation)

@@ -58,7 +58,7 @@ class Rehearsal:
 
 def prepare(experiment: Experiment, clients: int, folder: Path, progress: Progress = silent) -> Rehearsal:
     """Divide the experiment's data, write it down, make keys. The clients hold out what the experiment says."""
-    kind = "iid" if experiment.partition.kind == "natural" else experiment.partition.kind
+    kind = {"natural": "iid", "auto": "dirichlet"}.get(experiment.partition.kind, experiment.partition.kind)
     divided = federation.build(
         experiment.changed({"partition.clients": clients, "partition.kind": kind, "partition.holdout": 0.0}), progress
     )
@@ -71,7 +71,7 @@ def prepare(experiment: Experiment, clients: int, folder: Path, progress: Progre
     own = {
         "data.name": f"folder:{test}",
         "data.root": str(test.parent / "images"),
-        "data.size": None,
+        "data.size": divided.test.sample_shape[1:],
         "data.limit": None,
     }
     changed = {
@@ -80,8 +80,14 @@ def prepare(experiment: Experiment, clients: int, folder: Path, progress: Progre
         "annotation.kind": "none",
         "annotation.missing": 0,
     }
-    plain = {"data.layout": "quadrants", "data.singles": "auto", "data.pairs": "auto", "data.top_classes": None}
-    return Rehearsal(names, experiment.changed(own | changed | plain), folder)
+    plain = {
+        "data.layout": "quadrants",
+        "data.singles": "proportional",
+        "data.pairs": "proportional",
+        "data.top_classes": None,
+    }
+    read = {"data.classes": (), "data.ignore": (), "data.group": None, "data.window": None}
+    return Rehearsal(names, experiment.changed(own | changed | plain | read), folder)
 
 
 def join_command(rehearsal: Rehearsal, name: str, server: str, insecure: bool) -> list[str]:

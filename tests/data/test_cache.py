@@ -1,4 +1,4 @@
-"""The image cache: built once, by one process, completely; and what Pillow's files become."""
+"""The image cache: built once, by one process, completely."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from fedmll.data import cache
-from fedmll.data.decode import EncodedImages, decode_image, decoded_images, resized
+from fedmll.data.decode import EncodedImages, decoded_images
 from fedmll.errors import DataError
 
 
@@ -42,105 +42,14 @@ def random_pixels(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8)
 
 
-# --- what is decoded
-
-
-def test_colour_png_is_stored_exactly_channels_first() -> None:
-    pixels = random_pixels(7, 20, 30, 3)
-    store = decoded_images("key", lambda: images_of([encode(image) for image in pixels]), None)
-    assert isinstance(store, np.memmap)
-    assert np.array_equal(store, pixels.transpose(0, 3, 1, 2))
-
-
-def test_all_grey_gives_one_channel_and_one_colour_image_gives_three() -> None:
-    grey, colour = random_pixels(20, 30), random_pixels(20, 30, 3)
-    assert decoded_images("grey", lambda: images_of([encode(grey)] * 2), None).shape == (2, 1, 20, 30)
-    mixed = decoded_images("mixed", lambda: images_of([encode(grey), encode(colour)]), None)
-    assert np.array_equal(mixed[0], np.stack([grey] * 3))
-    assert np.array_equal(mixed[1], colour.transpose(2, 0, 1))
-
-
-@pytest.mark.parametrize(
-    ("sides", "size", "expected"),
-    [
-        ([(40, 40), (40, 40)], None, (40, 40)),
-        ([(128, 100), (128, 100)], None, (128, 100)),
-        ([(129, 129), (129, 129)], None, (112, 112)),
-        ([(40, 40), (40, 41)], None, (112, 112)),
-        ([(40, 40), (30, 60)], 16, (16, 16)),
-    ],
-)
-def test_the_size_is_native_if_small_and_common(
-    sides: list[tuple[int, int]], size: int | None, expected: tuple[int, int]
-) -> None:
-    files = [encode(random_pixels(*side)) for side in sides]
-    assert decoded_images("key", lambda: images_of(files), size).shape[2:] == expected
-
-
-def test_resizing_is_pillows_bilinear() -> None:
-    pixels = random_pixels(40, 50, 3)
-    expected = np.asarray(Image.fromarray(pixels).resize((16, 16), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
-    store = decoded_images("key", lambda: images_of([encode(pixels)]), 16)
-    assert np.array_equal(store[0], expected)
-    assert np.array_equal(resized(pixels.transpose(2, 0, 1)[None], 16)[0], expected)
-
-
-def test_resizing_to_the_same_size_copies_nothing() -> None:
-    images = random_pixels(2, 3, 16, 16)
-    assert resized(images, 16) is images
-    assert resized(images, None) is images
-
-
-def test_16_bit_images_are_scaled_not_clipped() -> None:
-    deep = np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=np.uint16)
-    assert decode_image(encode(deep), 1, 2, 3).tolist() == [[[0, 0, 1], [128, 255, 255]]]
-
-
-def test_progress_counts_every_image() -> None:
-    calls: list[tuple[int, int, str]] = []
-    files = [encode(random_pixels(4, 4))] * 600
-    decoded_images("key", lambda: images_of(files), None, lambda *call: calls.append(call))
-    decoding = [(done, total) for done, total, what in calls if what == "decoding images"]
-    assert decoding == [(256, 600), (512, 600), (600, 600)]
-
-
-def test_unreadable_images_are_named_up_to_five(cache_folder: Path) -> None:
-    good = encode(random_pixels(8, 8))
-    files = [good, b"no image", *[good[:-30]] * 6]
-    with pytest.raises(DataError) as error:
-        decoded_images("key", lambda: images_of(files), None)
-    assert "image 1 (not an image that Pillow knows)" in str(error.value)
-    truncated = [*[good] * 3, *[encode(random_pixels(64, 64), "JPEG")[:600]] * 7]
-    with pytest.raises(DataError) as error:
-        decoded_images("key", lambda: images_of(truncated), 8)
-    text = str(error.value)
-    assert "7 of 10 images" in text
-    assert "image 3 (" in text
-    assert "image 7 (" in text
-    assert "image 8 (" not in text
-    assert "and 2 more" in text
-    assert not list(cache_folder.glob("*.npy"))
-    assert not list(cache_folder.glob(".*.tmp"))
-
-
-def test_32_bit_images_are_refused_with_what_to_do() -> None:
-    stream = io.BytesIO()
-    Image.fromarray(np.ones((4, 4), np.float32)).save(stream, "TIFF")
-    with pytest.raises(DataError, match=r"image 0 .*32-bit.*8 or 16 bits"):
-        decoded_images("key", lambda: images_of([stream.getvalue()]), None)
-
-
-# --- the cache itself
-
-
 def test_what_is_there_is_not_made_again(cache_folder: Path) -> None:
     pixels = random_pixels(3, 8, 8)
-    first = decoded_images("key", lambda: images_of([encode(image) for image in pixels]), None)
+    first = decoded_images("key", lambda: images_of([encode(image) for image in pixels]), None).store
 
     def must_not_be_called() -> EncodedImages:
         raise AssertionError("decoded twice")
 
-    again = decoded_images("key", must_not_be_called, None)
+    again = decoded_images("key", must_not_be_called, None).store
     assert np.array_equal(first, again)
     assert len(list(cache_folder.glob("*.npy"))) == 1
 

@@ -60,9 +60,25 @@ def test_digits_are_scikit_learns_times_sixteen_split_by_class() -> None:
     assert np.abs(by_class - 0.2).max() < 0.01
 
 
-def test_digits_split_follows_the_seed() -> None:
-    assert np.array_equal(load("digits", seed=1).test.rows, load("digits", seed=1).test.rows)
-    assert not np.array_equal(load("digits", seed=1).test.rows, load("digits", seed=2).test.rows)
+def test_the_test_images_are_the_same_for_every_seed() -> None:
+    assert np.array_equal(load("digits", seed=1).test.rows, load("digits", seed=2).test.rows)
+
+
+def test_composites_of_two_seeds_share_no_image_between_training_and_test() -> None:
+    """Every digit can be recognised in its quadrant: what one seed trains on, another does not test on."""
+
+    def cells(images: np.ndarray) -> set[bytes]:
+        parts = [images[:, 0, y : y + 8, x : x + 8] for y in (0, 8) for x in (0, 8)]
+        return {cell.tobytes() for cell in np.concatenate(parts) if cell.any()}
+
+    one, other = load("ml-digits", seed=1), load("ml-digits", seed=2)
+    assert not np.array_equal(one.test.store, other.test.store)
+    plain = load("digits")
+    twins = cells(np.pad(plain.train.samples(slice(None)), ((0, 0), (0, 0), (0, 8), (0, 8)))) & cells(
+        np.pad(plain.test.samples(slice(None)), ((0, 0), (0, 0), (0, 8), (0, 8)))
+    )
+    assert cells(one.train.store) & cells(other.test.store) <= twins
+    assert len(twins) < 10
 
 
 def test_sizes_and_composites_by_name() -> None:
@@ -261,8 +277,9 @@ def test_packed_images_labels_splits_and_groups(tmp_path: Path) -> None:
     assert splits.validation.rows.tolist() == [6, 7]
     assert splits.test.rows.tolist() == [8, 9]
     assert splits.train.labels[1].tolist() == [0, 1, -1], "unknown is not zero"
-    assert splits.test.groups is not None
-    assert splits.test.groups.tolist() == ["4", "4"]
+    assert splits.test.groups is None, "a patient is no client"
+    assert splits.test.patients is not None
+    assert splits.test.patients.tolist() == ["4", "4"]
     jpeg = arrays["jpeg"][arrays["offset"][8] : arrays["offset"][9]].tobytes()
     assert np.array_equal(splits.test.samples(slice(0, 1))[0], decoded(jpeg))
 
@@ -364,7 +381,8 @@ def test_real_packed_files(tmp_path: Path, name: str, shape: tuple[int, int, int
     assert np.array_equal(
         splits.test.samples(slice(0, 1))[0], resized[None] if shape[0] == 1 else resized.transpose(2, 0, 1)
     )
-    assert (splits.train.groups is not None) == ("patient_id" in arrays)
+    assert splits.train.groups is None
+    assert (splits.train.patients is not None) == ("patient_id" in arrays)
 
 
 # --- folder and pack
@@ -403,11 +421,12 @@ def test_folder_with_a_column_a_class(tmp_path: Path) -> None:
 
 
 def test_folder_with_lists_of_labels(tmp_path: Path) -> None:
-    text = "labels,split,file\nb|a,train,0.png\n c ,train,1.png\n,test,2.png\na|c,test,3.png\nb,train,4.png\n"
+    text = "labels,split,file\nb|a,train,0.png\n c ,train,1.png\nNone,test,2.png\na|c,test,3.png\nb,train,4.png\n"
+    text += ",test,5.png\nNo Finding,test,6.png\n"
     splits = load(write_folder(tmp_path, text), tmp_path / "images")
     assert splits.train.classes == ("a", "b", "c")
     assert splits.train.labels.tolist() == [[1, 1, 0], [0, 0, 1], [0, 1, 0]]
-    assert splits.test.labels.tolist() == [[0, 0, 0], [1, 0, 1]]
+    assert splits.test.labels.tolist() == [[0, 0, 0], [1, 0, 1], [-1, -1, -1], [0, 0, 0]], "blank is not none"
 
 
 def test_folder_as_spreadsheets_write_it(tmp_path: Path) -> None:
@@ -451,15 +470,15 @@ def test_a_changed_image_is_decoded_again_and_a_changed_label_is_not(tmp_path: P
     ("old", "new", "said"),
     [
         ("3.png", "lost.png", r"1 of its 8 images do not exist: row 5: '.*lost.png'"),
-        ("2.png,,1", "2.png,2,1", r"row 4, column 'cat': '2' is not a label"),
-        ("2.png,,1", "2.png,-1,1", r"row 4, column 'cat': '-1' is not a label"),
-        ("2.png,,1", "2.png,yes,1", r"row 4, column 'cat': 'yes'"),
+        ("2.png,,1", "2.png,2,1", r"1 cell of column 'cat' \(row 4: '2'\).*data.ignore=\[\"cat\"\]'"),
+        ("2.png,,1", "2.png,-1,1", r"column 'cat' \(row 4: '-1'\)"),
+        ("2.png,,1", "2.png,yes,1", r"column 'cat' \(row 4: 'yes'\)"),
         ("cat,dog", "cat,cat", "class 'cat' appears twice"),
         ("cat,dog", "cat,", "column 3 has no name"),
         ("cat,dog", "cat,labels", "a column 'labels' and also 'cat'"),
-        ("7.png", "6.png", r"row 9: the image '6.png' is already in row 8"),
-        ("0,1,Test", "0,1,later", r"row 9: the split 'later'"),
-        ("0.png,1,0,", "0.png,1,0,0,", r"row 2: 6 cells where the header has 5"),
+        ("7.png", "6.png", r"row 9: '6.png' is already in row 8"),
+        ("0,1,Test", "0,1,later", r"a split that is none of .*row 9: 'later'"),
+        ("0.png,1,0,", "0.png,1,0,0,", r"the header, which has 5: row 2: 6 cells"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -577,9 +596,11 @@ def test_real_chest_labels_of_all_112120_images_are_read_quickly(
     keep = [0, *range(3, len(rows[0]))]  # without patient and view
     with (tmp_path / "labels.csv").open("w", newline="") as stream:
         csv.writer(stream).writerows([row[column] for column in keep] for row in rows)
-    status = tmp_path.stat()
+    (tmp_path / "image").touch()
+    status = (tmp_path / "image").stat()
     monkeypatch.setattr(Path, "stat", lambda path, **_: status)
     monkeypatch.setattr(Path, "is_file", lambda path: True)
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
     start = time.perf_counter()
     table = read_labels(tmp_path / "labels.csv", tmp_path)
     assert time.perf_counter() - start < 10
@@ -663,7 +684,7 @@ def test_options_where_they_mean_nothing_are_refused() -> None:
         load("digits", options={"pair": 3})
     with pytest.raises(ConfigError, match=r"data.size must be"):
         load("digits", size=0)
-    load("digits", options={"layout": "quadrants", "singles": "auto", "pairs": "auto"})
+    load("digits", options={"layout": "quadrants", "singles": "proportional", "pairs": "proportional"})
 
 
 def test_sources_are_listed_with_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

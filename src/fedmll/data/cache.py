@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.dataset import mapped_file
 from fedmll.errors import DataError
-from fedmll.files import replacing
+from fedmll.files import replacing, write
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Called as `progress(done, total, what)`, e.g. `progress(1024, 8208, "decoding images")`."""
@@ -30,7 +31,7 @@ Shape: TypeAlias = tuple[int, int, int, int]
 Fill: TypeAlias = Callable[[NDArray[np.uint8]], None]
 
 RAM_LIMIT = 64 * 2**20  # larger arrays are mapped from the cache, so that all processes share one copy
-LAYOUT_VERSION = 1  # part of every key: a change of how images are prepared must not find the old ones
+LAYOUT_VERSION = 2  # part of every key: a change of how images are prepared must not find the old ones
 
 
 def silent(done: int, total: int, what: str) -> None:
@@ -77,6 +78,24 @@ def cached(
     return images
 
 
+def remembered(key: str, make: Callable[[], dict[Any, Any]]) -> dict[str, Any]:
+    """A few facts about images under a key of their own; make() finds them out if they are not there."""
+    path = cache_folder() / f"{key}.json"
+    facts = _read_facts(path)
+    if facts is None:
+        with _alone(path, lambda: None):
+            facts = _read_facts(path)  # the process that we waited for has found them
+            if facts is None:
+                facts = remember(key, make())
+    return facts
+
+
+def remember(key: str, facts: dict[Any, Any]) -> dict[str, Any]:
+    text = json.dumps(facts)
+    write(cache_folder() / f"{key}.json", text)
+    return dict(json.loads(text))
+
+
 def in_ram_or_cached(
     key: Callable[[], str], shape: Shape, fill: Fill, progress: Progress = silent, what: str = "preparing images"
 ) -> NDArray[np.uint8]:
@@ -97,6 +116,15 @@ def _mapped(path: Path) -> NDArray[np.uint8] | None:
     except OSError as error:
         raise _unusable(path.parent, error) from None
     return images if images.dtype == np.uint8 and images.ndim == 4 else None
+
+
+def _read_facts(path: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError):
+        return None
+    except OSError as error:
+        raise _unusable(path.parent, error) from None
 
 
 def _build(path: Path, shape: Shape, fill: Fill) -> None:

@@ -5,18 +5,18 @@ sample has one image in one quadrant, a two-label sample two images of different
 `side-by-side` does the same on a canvas twice as wide. `blend` keeps the size and takes the mean of the two images.
 
 singles, pairs   how many one-label images a class and two-label images a pair of classes the training data gets:
-  auto, auto     the proportion of multi-label CIFAR-10 (3,100 and 200 of 5,000 a class), in every split
-  N, M           these numbers; one of them `auto`: in the proportion 3,100 : 200 to the other. Validation and test
-                 have the same ratio N : M, with as many images as they allow and at most those of training
-  all, M         every source image is kept as a one-label sample, and the composites (50 a pair if `auto`) use images
-                 again, as for DermaMNIST. Validation and test get composites in proportion to their size
+  proportional   (both) the proportion of multi-label CIFAR-10 (3,100 and 200 of 5,000 a class), in every split
+  N, M           these numbers; one of them `proportional`: 3,100 : 200 to the other. Validation and test have the same
+                 ratio N : M, with as many images as they allow and at most those of training
+  all, M         every source image is kept as a one-label sample, and the composites (50 a pair if `proportional`) use
+                 images again, as for DermaMNIST. Validation and test get composites in proportion to their size
 Unless all are kept, a source image is used at most once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ PAPER_SINGLES, PAPER_PAIRS, PAPER_CLASS = (
     200,
     5_000,
 )  # multi-label CIFAR-10: a class, a pair, source images a class
+PROPORTIONAL = "proportional"
 PAIRS_BESIDE_ALL = 50
 CHUNK = 2_048  # composites made at a time
 NONE = -1
@@ -41,20 +42,23 @@ NONE = -1
 @dataclass(frozen=True)
 class CompositeOptions:
     layout: str = "quadrants"
-    singles: int | str = "auto"
-    pairs: int | str = "auto"
+    singles: int | str = PROPORTIONAL
+    pairs: int | str = PROPORTIONAL
 
     def __post_init__(self) -> None:
         if self.layout not in PLACES:
             raise ConfigError(f"data.layout: '{self.layout}' is unknown{nearest(self.layout, PLACES)}.")
-        for name, value, words in (("singles", self.singles, ("auto", "all")), ("pairs", self.pairs, ("auto",))):
+        for name, value, words in (
+            ("singles", self.singles, (PROPORTIONAL, "all")),
+            ("pairs", self.pairs, (PROPORTIONAL,)),
+        ):
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
             if not is_count and value not in words:
                 raise ConfigError(f"data.{name} must be a number from 0 up or {' or '.join(words)}; it is {value!r}.")
-        if (self.singles, self.pairs) in ((0, "auto"), ("auto", 0), (0, 0)):
+        if (self.singles, self.pairs) in ((0, PROPORTIONAL), (PROPORTIONAL, 0), (0, 0)):
             raise ConfigError(
-                f"data.singles = {self.singles} with data.pairs = {self.pairs} makes no composites: 'auto' would be in "
-                "proportion to 0. Give both as numbers."
+                f"data.singles = {self.singles} with data.pairs = {self.pairs} makes no composites: "
+                f"'{PROPORTIONAL}' is in proportion to 0. Give both as numbers."
             )
 
     @classmethod
@@ -99,7 +103,7 @@ def compose(
     for part in ("training", "test"):
         if not len(made[part]):
             raise DataError(f"'{name}' has too few {part} images a class for a single composite; use more of them.")
-    return Splits(made["training"], made["test"], made.get("validation"))
+    return replace(source, train=made["training"], test=made["test"], validation=made.get("validation"))
 
 
 def class_numbers(dataset: Dataset, name: str) -> NDArray[np.int64]:
@@ -122,10 +126,10 @@ def _counts(options: CompositeOptions, train: Dataset, part: Dataset, name: str)
     in_part = np.bincount(class_numbers(part, name), minlength=classes)
     smaller = np.triu(np.minimum.outer(in_part, in_part), 1)
     if options.singles == "all":
-        pairs = PAIRS_BESIDE_ALL if options.pairs == "auto" else int(options.pairs)
+        pairs = PAIRS_BESIDE_ALL if options.pairs == PROPORTIONAL else int(options.pairs)
         a_pair = pairs if part is train else round(pairs * len(part) / len(train))
         return Counts(in_part, np.where(smaller > 0, a_pair, 0), reuse=True)
-    if options.singles == options.pairs == "auto":
+    if options.singles == options.pairs == PROPORTIONAL:
         # 62 % and 9 × 4 % of a class; with more than 10 classes the 36 % are shared by more partners
         partners = max(classes - 1, 9)
         return Counts(
@@ -146,9 +150,9 @@ def _counts(options: CompositeOptions, train: Dataset, part: Dataset, name: str)
 
 
 def _explicit(options: CompositeOptions) -> tuple[int, int]:
-    if options.pairs == "auto":
+    if options.pairs == PROPORTIONAL:
         return int(options.singles), int(options.singles) * PAPER_PAIRS // PAPER_SINGLES
-    if options.singles == "auto":
+    if options.singles == PROPORTIONAL:
         return int(options.pairs) * PAPER_SINGLES // PAPER_PAIRS, int(options.pairs)
     return int(options.singles), int(options.pairs)
 

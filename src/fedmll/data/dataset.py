@@ -30,7 +30,8 @@ class Dataset:
     store    uint8 (M, channels, height, width), or float32 (M, width) for feature vectors
     labels   int8 (N, C), the targets of the N samples in the order of `rows`: 1 present, 0 absent, -1 unknown
     rows     int64 (N,), the place of each sample in the store
-    groups   (N,) strings, the user, patient or institution a sample comes from, if the source says
+    groups   (N,) strings, the client that a sample comes from, if the source says
+    patients (N,) strings, whose sample it is (`data.group`, else a packed file's own `patient`), if the source says
     """
 
     store: NDArray[np.uint8] | NDArray[np.float32]
@@ -38,6 +39,7 @@ class Dataset:
     classes: tuple[str, ...]
     rows: NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
     groups: NDArray[np.str_] | None = None
+    patients: NDArray[np.str_] | None = None
 
     def __post_init__(self) -> None:
         if self.rows is None:
@@ -52,10 +54,9 @@ class Dataset:
                 "samples must be uint8 images (N, channels, height, width) or float32 features (N, width); "
                 f"they are {self.store.dtype} {self.store.shape}."
             )
-        if self.groups is not None and len(self.groups) != len(self.rows):
-            raise DataError(
-                f"there are {len(self.rows)} samples and {len(self.groups)} groups; one a sample is needed."
-            )
+        for name, values in (("groups", self.groups), ("patients", self.patients)):
+            if values is not None and len(values) != len(self.rows):
+                raise DataError(f"there are {len(self.rows)} samples and {len(values)} {name}; one a sample is needed.")
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process gets the name of a mapped file, not its contents: it maps the same memory."""
@@ -81,7 +82,8 @@ class Dataset:
     def subset(self, positions: NDArray[np.integer]) -> Dataset:
         """The samples at `positions` of this dataset; the store is shared."""
         groups = None if self.groups is None else self.groups[positions]
-        return replace(self, rows=self.rows[positions], labels=self.labels[positions], groups=groups)
+        patients = None if self.patients is None else self.patients[positions]
+        return replace(self, rows=self.rows[positions], labels=self.labels[positions], groups=groups, patients=patients)
 
     def with_labels(self, labels: NDArray[np.int8]) -> Dataset:
         """The same samples with other targets, e.g. with some of them unknown."""
@@ -98,8 +100,16 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Splits:
-    """What a source gives: training and test data, and validation data where the source has an official one."""
+    """What a source gives: training and test data, and validation data where the source has an official one.
+
+    size     height and width that its images have now, of a composite: each source image; None for feature vectors
+    window   the values that became 0 and 255, where images have more than 8 bits a pixel
+    notes    what the user should know of how the data was read
+    """
 
     train: Dataset
     test: Dataset
     validation: Dataset | None = None
+    size: tuple[int, int] | None = None
+    window: tuple[float, float] | None = None
+    notes: tuple[str, ...] = ()

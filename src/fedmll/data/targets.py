@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.dataset import PRESENT, UNKNOWN, Dataset, Splits
+from fedmll.data.reading import some
 from fedmll.errors import DataError
 from fedmll.seeding import numpy_generator
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
 TEST_SHARE = 0.2  # of the samples of a source that comes without a split
+SPLIT_SEED = 0  # of that split, whatever the experiment's seed
 NAMED_CLASSES = 5
 
 
@@ -49,21 +53,64 @@ def three_valued(labels: NDArray[np.generic], classes: tuple[str, ...], where: s
     return numbers.astype(np.int8)
 
 
-def split_at_random(labels: NDArray[np.int8], seed: int) -> NDArray[np.int8]:
-    """A seeded split with a fifth of the samples in test, stratified by each sample's rarest class.
+def split_at_random(labels: NDArray[np.int8], patients: NDArray[np.str_] | None = None) -> NDArray[np.int8]:
+    """A split with a fifth of the samples in test, stratified by each sample's (or patient's) rarest class.
 
-    So a class with very few positives keeps them in training instead of losing them to chance.
+    So a class with very few positives keeps them in training instead of losing them to chance. It is the same for every
+    seed of an experiment, so that seeds can be compared on the same test data.
     """
+    generator = numpy_generator(SPLIT_SEED, "split")
     present = labels == PRESENT
-    positives = present.sum(axis=0)
-    rarity = np.where(present, positives, len(labels) + 1)
-    rarest = np.where(present.any(axis=1), rarity.argmin(axis=1), labels.shape[1])
-    generator = numpy_generator(seed, "split")
     split = np.full(len(labels), TRAIN, dtype=np.int8)
-    for stratum in np.unique(rarest):
-        members = generator.permutation(np.flatnonzero(rarest == stratum))
-        split[members[: int(len(members) * TEST_SHARE + 0.5)]] = TEST
+    if patients is None:
+        for members in _strata(present):
+            shuffled = generator.permutation(members)
+            split[shuffled[: int(len(members) * TEST_SHARE + 0.5)]] = TEST
+        return split
+    names, patient_of = np.unique(patients, return_inverse=True)
+    shown = np.zeros((len(names), labels.shape[1]), dtype=bool)
+    np.logical_or.at(shown, patient_of, present)
+    sizes = np.bincount(patient_of)
+    room = 0.0  # carried on: a stratum may have too few patients for a fifth of its own
+    for members in _strata(shown):
+        room += sizes[members].sum() * TEST_SHARE
+        chosen, room = whole_groups(generator.permutation(members), sizes, room)
+        split[np.isin(patient_of, chosen)] = TEST
     return split
+
+
+def whole_groups(
+    candidates: NDArray[np.int64], sizes: NDArray[np.int64], room: float
+) -> tuple[NDArray[np.int64], float]:
+    """Those of the groups, in this order, of which at least half fits into what room is left; never all of them."""
+    chosen = []
+    for group in candidates[:-1]:
+        if sizes[group] <= 2 * room:
+            chosen.append(group)
+            room -= sizes[group]
+    return np.array(chosen, dtype=np.int64), room
+
+
+def straddling(split: NDArray[np.integer], patients: NDArray[np.str_]) -> list[str]:
+    """The patients with samples in more than one part of a split."""
+    pairs = np.unique(np.stack([np.unique(patients, return_inverse=True)[1], split]), axis=1)
+    numbers, parts = np.unique(pairs[0], return_counts=True)
+    return [str(name) for name in np.unique(patients)[numbers[parts > 1]]]
+
+
+def both_sides(names: Sequence[str], group: str | None) -> str:
+    return (
+        f"{len(names)} of '{group}' are on more than one side of the split: {some([f'{name!r}' for name in names])}. "
+        "Give all samples of each the same split, or leave the split out and it is drawn."
+    )
+
+
+def _strata(present: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    """The rows by their rarest class; those without one are the last."""
+    positives = present.sum(axis=0)
+    rarity = np.where(present, positives, len(present) + 1)
+    rarest = np.where(present.any(axis=1), rarity.argmin(axis=1), present.shape[1])
+    return [np.flatnonzero(rarest == stratum) for stratum in np.unique(rarest)]
 
 
 def check_classes(classes: tuple[str, ...], where: str) -> None:
@@ -75,19 +122,31 @@ def check_classes(classes: tuple[str, ...], where: str) -> None:
 
 
 def splits_of(
-    samples: Dataset, split: NDArray[np.integer] | None, seed: int, where: str, require_positives: bool = True
+    samples: Dataset,
+    split: NDArray[np.integer] | None,
+    where: str,
+    require_positives: bool = True,
+    group: str | None = None,
 ) -> Splits:
-    """Training, validation and test views of one dataset, by `split` (0, 1, 2) or, without one, at random by seed."""
-    places = split_at_random(samples.labels, seed) if split is None else split
+    """Training, validation and test views of one dataset, by `split` (0, 1, 2) or, without one, drawn.
+
+    `group` is what `samples.patients` are called, if they must stay together.
+    """
+    places = split_at_random(samples.labels, samples.patients if group else None) if split is None else split
     parts = [np.flatnonzero(places == code) for code in (TRAIN, VALIDATION, TEST)]
     if sum(map(len, parts)) != len(samples):
         wrong = int(np.flatnonzero((places < TRAIN) | (places > TEST))[0])
         raise DataError(
             f"{where}: sample {wrong} has the split {places[wrong]}; it must be 0 (train), 1 (validation) or 2 (test)."
         )
+    both = [] if group is None or samples.patients is None else straddling(places, samples.patients)
+    if both:
+        raise DataError(f"{where}: {both_sides(both, group)}")
     for code, name in ((TRAIN, "training"), (TEST, "test")):
         if not len(parts[code]):
             advice = "Mark some samples as such" if split is not None else "Add samples: at least 3 a class are needed"
+            if split is None and group is not None:
+                advice = f"Add some of other '{group}'s, or a split: too few of them have too many of the samples"
             raise DataError(f"{where}: there are no {name} samples among its {len(samples)}. {advice}.")
     train, validation, test = (samples.subset(part) if len(part) else None for part in parts)
     assert train is not None

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.cache import Progress, silent
-from fedmll.data.decode import EncodedImages, decode_image, work_through
+from fedmll.data.decode import EncodedImages, decode_image, finish, look_at, work_through
+from fedmll.data.reading import Problems, Reading
 
 IMAGE_FILES = {".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".gif", ".webp"}
 
@@ -20,14 +21,21 @@ def image_files(folder: Path) -> Iterator[Path]:
 
 
 def read_images(folder: Path, sample_shape: tuple[int, ...], progress: Progress = silent) -> NDArray[np.uint8]:
-    """uint8 (N, channels, height, width) with the sample shape of a task; a file that cannot be read is named."""
+    """uint8 (N, channels, height, width) with the sample shape of a task; files that cannot be read are named."""
     files = sorted(image_files(folder))
     images = np.empty((len(files), *sample_shape), dtype=np.uint8)
+    encoded = EncodedImages(len(files), files.__getitem__, lambda position: f"'{files[position]}'")
+    look = look_at(encoded, progress)
+    window = look.window(Reading())
+    failures = look.unreadable | dict.fromkeys(look.wide, "32-bit pixels; save it with 8 or 16 bits a channel")
 
     def decode(position: int) -> None:
-        images[position] = decode_image(files[position], *sample_shape)
+        if position not in failures:
+            images[position] = decode_image(files[position], sample_shape, window)
 
-    encoded = EncodedImages(len(files), files.__getitem__, lambda position: f"'{files[position]}'")
-    for _ in work_through(encoded, decode, progress, "decoding unlabelled images"):
-        pass
+    finish(work_through(encoded, decode, progress, "decoding unlabelled images", failures))
+    problems = Problems(f"'{folder}'")
+    named = [f"{encoded.name(place)} ({failures[place]})" for place in sorted(failures)]
+    problems.add_unreadable(named, len(files), "Replace or remove them.")
+    problems.report()
     return images

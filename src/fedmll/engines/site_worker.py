@@ -110,11 +110,12 @@ class SiteWorker:
 
 def remember_site(where: Site, path: Path) -> None:
     """Write a site down, for who takes it from a file (Flower's own runtimes)."""
-    values = {name: str(value) for name, value in where.__dict__.items()} | {"classes": list(where.classes)}
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in where.__dict__.items()}
     files.write(path, json.dumps(values))
 
 
 def recall_site(path: Path) -> Site:
     values = json.loads(path.read_text())
     paths = {name: Path(values[name]) for name in ("csv", "images", "memory")}
-    return Site(**values | paths | {"classes": tuple(values["classes"])})
+    lists: dict[str, Any] = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Site(**values | paths | lists)

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedmll.data.cache import Progress, silent
 from fedmll.data.composite import CompositeOptions, compose
 from fedmll.data.dataset import Splits
+from fedmll.data.decode import Size, height_and_width
+from fedmll.data.reading import Reading
 from fedmll.data.sources import cifar10, digits, fashion_mnist, features, folder, packed
 from fedmll.data.sources.base import Request, Source
 from fedmll.errors import ConfigError, DataError, nearest
@@ -39,30 +41,40 @@ class SourceDescription:
 def load(
     name: str,
     root: Path | None = None,
-    size: int | None = None,
+    size: Size = None,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     progress: Progress = silent,
+    reading: Reading | None = None,
     *,
     require_positives: bool = True,
 ) -> Splits:
     """The data called `name`, e.g. `digits`, `ml-cifar10`, `packed:FILE.npz`, `ml-packed:FILE.npz`, `folder:FILE.csv`.
 
-    size      the side in pixels that images are resized to; of a composite: each source image, before it is placed
+    size      what images are resized to, one side or (height, width); of a composite: each source image, before it is
+              placed
+    seed      of a composite: which images are combined. A split that the source does not have is the same for all seeds
     options   layout, singles and pairs of a composite
+    reading   how the user's own images and labels are read
     """
     kind, _, argument = name.removeprefix(COMPOSITE).partition(":")
     composed = name.startswith(COMPOSITE)
     source = _source(name, kind, argument)
-    if size is not None and not 1 <= size <= LARGEST_SIZE:
+    sides = height_and_width(size)
+    if sides is not None and not all(1 <= side <= LARGEST_SIZE for side in sides):
         raise ConfigError(f"data.size must be from 1 to {LARGEST_SIZE} pixels; it is {size}.")
+    reading = reading or Reading()
+    _check_reading(name, kind, reading)
     composition = CompositeOptions.from_mapping(options or {})
     if not composed and composition != CompositeOptions():
         raise ConfigError(
             f"data.layout, data.singles and data.pairs are for composites, and '{name}' is none. Leave them out, or "
             f"use '{COMPOSITE}{name}'."
         )
-    splits = source.load(Request(argument, root, size, seed, progress, require_positives))
+    splits = source.load(Request(argument, root, sides, progress, require_positives, reading))
+    if splits.train.is_images:
+        _, height, width = splits.train.sample_shape
+        splits = replace(splits, size=(height, width))
     return compose(splits, composition, seed, name, progress) if composed else splits
 
 
@@ -77,6 +89,21 @@ def describe_sources(root: Path | None = None) -> list[SourceDescription]:
             about = f"multi-label composites of {name}: one or two of its images on a canvas"
             lines.append(SourceDescription(COMPOSITE + name + argument, about, available))
     return lines
+
+
+def _check_reading(name: str, kind: str, reading: Reading) -> None:
+    """What would mean nothing is refused."""
+    for setting, kinds in (
+        ("classes", ("folder",)),
+        ("ignore", ("folder",)),
+        ("group", ("folder", "packed")),
+        ("window", ("folder", "packed")),
+    ):
+        if getattr(reading, setting) and kind not in kinds:
+            raise ConfigError(
+                f"data.{setting} is for {' and '.join(f'{k}:{SOURCES[k].file}' for k in kinds)}, and data.name is "
+                f"'{name}'. Leave it out."
+            )
 
 
 def _source(name: str, kind: str, argument: str) -> Source:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedmll.data.cache import Progress, silent
 from fedmll.data.dataset import Splits
+from fedmll.data.reading import Reading
 from fedmll.errors import DataError
 
 
@@ -17,17 +18,18 @@ class Request:
 
     argument            what follows the colon of the name, as in `packed:FILE.npz`; empty without one
     root                the folder (or file) of the data, `--root`
-    size                the side that images are resized to; None keeps or chooses it
+    size                height and width that images are resized to; None keeps or chooses them
+    reading             how the user's own images and labels are read
     require_positives   refuse training data in which a class is never present. One site of a federation need not
                         have every class; the data of a whole experiment must
     """
 
     argument: str = ""
     root: Path | None = None
-    size: int | None = None
-    seed: int = 0
+    size: tuple[int, int] | None = None
     progress: Progress = silent
     require_positives: bool = True
+    reading: Reading = field(default_factory=Reading)
 
     def file(self) -> Path:
         """The file that the argument names: from the current folder, else from the root."""

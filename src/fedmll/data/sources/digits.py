@@ -18,7 +18,7 @@ def load(request: Request) -> Splits:
     images = np.minimum(digits.images * 16, 255).astype(np.uint8)[:, None]  # 17 grey levels, 0 to 16
     store = resized(images, request.size, request.progress)
     labels = one_hot(digits.target, len(CLASSES), "digits")
-    return splits_of(Dataset(store, labels, CLASSES), None, request.seed, "digits")
+    return splits_of(Dataset(store, labels, CLASSES), None, "digits")
 
 
 SOURCE = Source(

@@ -18,9 +18,7 @@ from fedmll.errors import ConfigError, DataError
 def load(request: Request) -> Splits:
     file = request.file()
     if request.size is not None:
-        raise ConfigError(
-            f"data.size = {request.size}: '{file}' has feature vectors, which have no size. Leave it out."
-        )
+        raise ConfigError(f"data.size is set, and '{file}' has feature vectors, which have no size. Leave it out.")
     arrays = read_npz(file, ("x_train", "y_train", "x_test", "y_test"), ("classes",))
     classes = class_names(arrays, _class_count(arrays["y_train"], arrays["y_test"]))
     check_classes(classes, f"'{file}'")

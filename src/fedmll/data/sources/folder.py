@@ -1,20 +1,36 @@
 """`folder:labels.csv`: image files in the folder `--root` and their labels in a CSV (its columns: see data.labels_csv).
 
-Without `--root` the images are looked for beside the CSV. Without a `split` column a fifth is test, by the seed.
+Without `--root` the images are looked for beside the CSV. Without a `split` column a fifth is test, the same fifth for
+every seed.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.cache import Progress, content_key, silent
 from fedmll.data.dataset import Dataset, Splits
-from fedmll.data.decode import EncodedImages, decoded_images
+from fedmll.data.decode import EncodedImages, Size, decoded_images
 from fedmll.data.labels_csv import LabelTable, read_labels
+from fedmll.data.reading import Reading, left_out, readable
 from fedmll.data.sources.base import Request, Source
 from fedmll.data.targets import splits_of
 from fedmll.errors import DataError
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """A labels file and its images, both without what had to be left out."""
+
+    table: LabelTable
+    store: NDArray[np.uint8]
+    rows: NDArray[np.int64]  # the place of each row's image in the store
+    window: tuple[float, float] | None
+    notes: tuple[str, ...]
 
 
 def load(request: Request) -> Splits:
@@ -25,15 +41,25 @@ def load(request: Request) -> Splits:
             f"The image folder '{root}' does not exist. Give the folder that the paths in '{file}' start from with "
             "--root."
         )
-    table = read_labels(file, root)
-    store = decoded(table, request.size, request.progress)
-    samples = Dataset(store, table.labels, table.classes, groups=table.clients)
-    return splits_of(samples, table.split, request.seed, f"'{file}'", request.require_positives)
+    found = read(file, root, request.size, request.reading, request.progress)
+    table = found.table
+    samples = Dataset(found.store, table.labels, table.classes, found.rows, table.clients, table.patients)
+    splits = splits_of(samples, table.split, f"'{file}'", request.require_positives, request.reading.group)
+    return replace(splits, window=found.window, notes=found.notes)
 
 
-def decoded(table: LabelTable, size: int | None, progress: Progress = silent) -> NDArray[np.uint8]:
-    """The images of a labels file, from the cache if they are in it."""
-    return decoded_images(_key(table), lambda: encoded(table), size, progress)
+def read(
+    file: Path, root: Path, size: Size = None, reading: Reading | None = None, progress: Progress = silent
+) -> LabelledImages:
+    """The labels, and the images from the cache if they are in it. Every problem of both is in one DataError."""
+    reading = reading or Reading()
+    table = read_labels(file, root, reading)
+    if not table.paths:
+        table.problems.report()
+    images = decoded_images(_key(table), lambda: encoded(table), size, reading, progress)
+    kept, skipped = readable(len(table.paths), encoded(table).name, images.unreadable, reading, table.problems)
+    notes = (*images.notes, *left_out(table.missing, skipped))
+    return LabelledImages(table.rows(kept), images.store, kept, images.window, notes)
 
 
 def _key(table: LabelTable) -> str:

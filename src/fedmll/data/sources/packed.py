@@ -1,13 +1,15 @@
 """`packed:FILE.npz`: images and labels in one file; `fedmll data pack` writes it (its arrays: see fedmll.data.pack).
 
-Also read: `is_test` (booleans) instead of `split`, and `labels` of one class number a sample. Without either the split
-is drawn from the seed. The groups of the samples are the first of `client`, `patient` and `patient_id` that it has.
+Also read: `is_test` (booleans) instead of `split`, and `labels` of one class number a sample. Without either a fifth is
+test. The samples' clients are the array `client`; whose samples they are says the array that `data.group` names, else
+`patient` or `patient_id`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,43 @@ from numpy.typing import NDArray
 
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.decode import EncodedImages, decoded_images
+from fedmll.data.reading import Problems, left_out, readable
 from fedmll.data.sources.base import Request, Source
 from fedmll.data.sources.npz import class_names, read_npz
 from fedmll.data.targets import TEST, check_classes, splits_of, three_valued
 from fedmll.errors import DataError
 
-GROUPS = ("client", "patient", "patient_id")
+PATIENTS = ("patient", "patient_id")
 
 
 def load(request: Request) -> Splits:
     file = request.file()
     where = f"'{file}'"
-    arrays = read_npz(file, ("offset", "labels", "classes"), ("split", "is_test", "name", *GROUPS))
+    group = request.reading.group
+    patients = PATIENTS if group is None else (group,)
+    needed = ("offset", "labels", "classes", *(() if group is None else (group,)))
+    arrays = read_npz(file, needed, ("split", "is_test", "name", "client", *PATIENTS))
     classes = class_names(arrays, 0)
     check_classes(classes, where)
     labels = three_valued(arrays["labels"], classes, where)
     _check_lengths(arrays, len(labels), where)
-    store = decoded_images(_key(file, arrays["offset"]), lambda: _encoded(file, arrays), request.size, request.progress)
-    groups = next((arrays[name].astype(str) for name in GROUPS if name in arrays), None)
-    return splits_of(
-        Dataset(store, labels, classes, groups=groups), _split(arrays), request.seed, where, request.require_positives
+    key = _key(file, arrays["offset"])
+    images = decoded_images(key, lambda: _encoded(file, arrays), request.size, request.reading, request.progress)
+    samples = Dataset(
+        images.store,
+        labels,
+        classes,
+        groups=arrays["client"].astype(str) if "client" in arrays else None,
+        patients=next((arrays[name].astype(str) for name in patients if name in arrays), None),
     )
+    split = _split(arrays)
+    kept, skipped = readable(
+        len(samples), lambda i: _name(file, arrays, i), images.unreadable, request.reading, Problems(where)
+    )
+    splits = splits_of(
+        samples.subset(kept), None if split is None else split[kept], where, request.require_positives, group
+    )
+    return replace(splits, window=images.window, notes=(*images.notes, *left_out((), skipped)))
 
 
 def _split(arrays: dict[str, NDArray[Any]]) -> NDArray[np.integer] | None:
@@ -73,12 +91,16 @@ def _encoded(file: Path, arrays: dict[str, NDArray[Any]]) -> EncodedImages:
         raise DataError(
             f"'{file}': 'offset' must rise from 0 to {len(jpeg)}, the length of 'jpeg'. Pack the images again."
         )
+
+    def read(position: int) -> bytes:
+        return jpeg[offset[position] : offset[position + 1]].tobytes()
+
+    return EncodedImages(len(offset) - 1, read, lambda position: _name(file, arrays, position))
+
+
+def _name(file: Path, arrays: dict[str, NDArray[Any]], position: int) -> str:
     names = arrays.get("name")
-
-    def name(position: int) -> str:
-        return f"image {position} of '{file}'" + (f", '{names[position]}'" if names is not None else "")
-
-    return EncodedImages(len(offset) - 1, lambda i: jpeg[offset[i] : offset[i + 1]].tobytes(), name)
+    return f"image {position} of '{file}'" + (f", '{names[position]}'" if names is not None else "")
 
 
 SOURCE = Source(

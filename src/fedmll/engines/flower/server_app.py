@@ -15,7 +15,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedmll import deployment, federation, runner
+from fedmll import deployment, runner
 from fedmll.engines.flower.processes import quiet_flower
 from fedmll.engines.flower.site_app import SITES
 from fedmll.engines.site_worker import recall_site
@@ -53,7 +53,7 @@ def simulate(experiment: Experiment, sites: Path, out: Path, address: str | None
         raise ConfigError(f"{sites} holds no site: NAME.json for each is needed.")
     if not (out / "experiment.toml").exists():
         shape = deployment.own_data(experiment, Observer()).test.sample_shape
-        runner.create(out, experiment.settled(federation.decisions(shape, has_validation=False)))
+        runner.create(out, deployment.settled(experiment, shape))
     os.environ |= quiet_flower(out / "flower") | {SITES: str(sites.resolve()), OUT: str(out.resolve())}
     from flwr.simulation import run_simulation
 

@@ -1,0 +1,277 @@
+"""The labels file: which columns are classes, which rows are wrong, and that one report says all of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedmll.data.labels_csv import LabelTable, read_labels
+from fedmll.data.reading import Reading
+from fedmll.errors import ConfigError, DataError
+
+
+def table_of(folder: Path, text: str, reading: Reading | None = None, images: int = 6) -> LabelTable:
+    """`text` as a labels file beside images 0.png, 1.png, …"""
+    for number in range(images):
+        Image.fromarray(np.full((4, 4), number, np.uint8)).save(folder / f"{number}.png")
+    (folder / "labels.csv").write_text(text, encoding="utf-8")
+    return read_labels(folder / "labels.csv", folder, reading)
+
+
+def said(table: LabelTable) -> str:
+    with pytest.raises(DataError) as error:
+        table.problems.report()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+MESSY = """image,Patient,age,cat,dog
+0.png,p1,63,1,0
+1.png,p1,64,0,1
+2.png,p2,1,,1
+"""
+
+
+def test_a_good_file_has_no_problems(tmp_path: Path) -> None:
+    table = table_of(tmp_path, "image,cat,split,client\n0.png, 1 ,train,a\n1.png,0,VAL,b\n")
+    table.problems.report()
+    assert table.labels.tolist() == [[1], [0]]
+    assert table.split is not None
+    assert table.split.tolist() == [0, 1]
+    assert table.clients is not None
+    assert table.clients.tolist() == ["a", "b"]
+    assert table.patients is None
+    assert not table.listed
+    assert not table.missing
+
+
+# --- columns
+
+
+def test_columns_that_are_no_classes_are_all_proposed_to_be_ignored(tmp_path: Path) -> None:
+    text = said(table_of(tmp_path, MESSY))
+    assert "3 in column 'Patient' (row 2: 'p1'; row 3: 'p1'; and 1 more)" in text
+    assert "2 in column 'age' (row 2: '63'; row 3: '64')" in text, "1 would be a label"
+    assert """--set 'data.ignore=["Patient","age"]'""" in text
+    assert """--set data.group=Patient --set 'data.ignore=["age"]'""" in text
+    options = said(table_of(tmp_path, MESSY, Reading(by_options=True)))
+    assert "--ignore=Patient,age" in options
+    assert "--group=Patient --ignore=age" in options
+
+
+def test_the_proposal_without_a_patient_column_has_no_group(tmp_path: Path) -> None:
+    text = said(table_of(tmp_path, MESSY.replace("Patient", "who").replace("age", "it's")))
+    assert "data.group" not in text
+    assert """--set 'data.ignore=["who","it'"'"'s"]'""" in text, "ready to be copied into a shell"
+    chosen = said(table_of(tmp_path, MESSY, Reading(classes=("age", "cat"))))
+    assert chosen.endswith("Leave columns that are no classes out of data.classes.")
+    only = said(table_of(tmp_path, MESSY, Reading(ignore=("age",))))
+    assert only.endswith("--set data.group=Patient.")
+
+
+def test_many_wrong_columns_are_counted_and_all_proposed(tmp_path: Path) -> None:
+    names = [f"c{number}" for number in range(8)]
+    text = said(table_of(tmp_path, f"image,cat,{','.join(names)}\n0.png,1{',x' * 8}\n1.png,0{',y' * 8}\n"))
+    assert "2 in column 'c4' (row 2: 'x'; and 1 more); and 3 more. A label is 1 (present)" in text
+    assert """["c0","c1","c2","c3","c4","c5","c6","c7"]""" in text
+
+
+@pytest.mark.parametrize(
+    ("reading", "classes", "labels"),
+    [
+        (Reading(ignore=("Patient", "age")), ("cat", "dog"), [[1, 0], [0, 1], [-1, 1]]),
+        (Reading(classes=("dog", "cat")), ("dog", "cat"), [[0, 1], [1, 0], [1, -1]]),
+        (Reading(classes=("dog",), ignore=("age",)), ("dog",), [[0], [1], [1]]),
+        (Reading(ignore=("age",), group="Patient"), ("cat", "dog"), [[1, 0], [0, 1], [-1, 1]]),
+    ],
+)
+def test_classes_and_ignore_choose_columns(
+    tmp_path: Path, reading: Reading, classes: tuple[str, ...], labels: list[list[int]]
+) -> None:
+    table = table_of(tmp_path, MESSY, reading)
+    table.problems.report()
+    assert table.classes == classes
+    assert table.labels.tolist() == labels
+    assert (table.patients is not None) == (reading.group is not None)
+
+
+def test_an_ignored_column_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    text = "image,cat,split,client\n0.png,1,train,a\n1.png,0,test,b\n"
+    table = table_of(tmp_path, text, Reading(ignore=("split", "client")))
+    assert table.split is None
+    assert table.clients is None
+    first = table_of(tmp_path, "number,scan,cat\n7,0.png,1\n8,1.png,0\n", Reading(ignore=("number",)))
+    first.problems.report()
+    assert first.names == ["0.png", "1.png"], "now the first column is the image"
+
+
+def test_settings_that_name_no_column_are_said(tmp_path: Path) -> None:
+    reading = Reading(classes=("cat", "dgo"), ignore=("Age",), group="patients")
+    text = said(table_of(tmp_path, MESSY, reading))
+    assert "data.classes names 'dgo', which is no column; did you mean 'dog'" in text
+    assert "data.ignore names 'Age', which is no column; did you mean 'age'" in text
+    assert "data.group names 'patients', which is no column; did you mean 'Patient'" in text
+    assert "has 3 problems. (1) " in text
+    for name in ("classes", "ignore"):
+        with pytest.raises(ConfigError, match=f"data.{name} names 'a' twice"):
+            Reading(**{name: ("a", "b", "a")})  # type: ignore[arg-type]
+
+
+def test_a_blank_column_without_a_name_is_nothing_and_one_with_content_is_said(tmp_path: Path) -> None:
+    """The first comes from a comma at the end of every line, the second from pandas' index."""
+    table = table_of(tmp_path, "image,cat,\n0.png,1,\n1.png,0, \n")
+    table.problems.report()
+    assert table.classes == ("cat",)
+    assert "column 1, 4 has no name" in said(table_of(tmp_path, ",image,cat,\n0,0.png,1,1\n1,1.png,0,0\n"))
+
+
+def test_a_client_column_without_a_single_client_is_none(tmp_path: Path) -> None:
+    assert table_of(tmp_path, "image,cat,client\n0.png,1,\n1.png,0, \n").clients is None
+    partly = table_of(tmp_path, "image,cat,client\n0.png,1,\n1.png,0,b\n").clients
+    assert partly is not None
+    assert partly.tolist() == ["", "b"]
+
+
+# --- the list form
+
+
+def test_a_list_says_present_absent_or_nothing(tmp_path: Path) -> None:
+    text = "image,labels\n0.png,b|a\n1.png,NONE\n2.png,\n3.png,no finding\n4.png, a |\n"
+    table = table_of(tmp_path, text)
+    table.problems.report()
+    assert table.listed
+    assert table.classes == ("a", "b")
+    assert table.labels.tolist() == [[1, 1], [0, 0], [-1, -1], [0, 0], [1, 0]]
+    chosen = table_of(tmp_path, text, Reading(classes=("b", "c")))
+    chosen.problems.report()
+    assert chosen.classes == ("b", "c")
+    assert chosen.labels.tolist() == [[1, 0], [0, 0], [-1, -1], [0, 0], [0, 0]]
+
+
+def test_a_list_of_none_and_a_class_is_a_contradiction(tmp_path: Path) -> None:
+    assert "1 row has both 'none' and a class (row 3: 'none|a')" in said(
+        table_of(tmp_path, "image,labels\n0.png,a\n1.png,none|a\n2.png,none|No Finding\n")
+    )
+
+
+@pytest.mark.parametrize("cell", ["", "none"])
+def test_lists_without_a_class_are_said(tmp_path: Path, cell: str) -> None:
+    assert "'labels' names no class anywhere" in said(table_of(tmp_path, f"image,labels\n0.png,{cell}\n1.png,\n"))
+
+
+def test_a_list_beside_other_columns_proposes_to_ignore_them(tmp_path: Path) -> None:
+    text = "image,labels,age,sex\n0.png,a,3,m\n1.png,b,4,f\n"
+    assert """also 'age'; 'sex'.""" in said(table_of(tmp_path, text))
+    assert """--set 'data.ignore=["age","sex"]'.""" in said(table_of(tmp_path, text))
+    for reading in (Reading(ignore=("age", "sex")), Reading(classes=("a", "b"))):
+        table = table_of(tmp_path, text, reading)
+        table.problems.report()
+        assert table.classes == ("a", "b")
+
+
+# --- images
+
+
+def test_backslashes_are_folders_unless_a_file_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "site-a").mkdir()
+    for name in ("site-a/7.png", "odd\\8.png"):
+        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / name)
+    table = table_of(tmp_path, "image,cat\nsite-a\\7.png,1\nodd\\8.png,0\n")
+    table.problems.report()
+    assert table.paths == [tmp_path / "site-a" / "7.png", tmp_path / "odd\\8.png"]
+    twice = said(table_of(tmp_path, "image,cat\nsite-a\\7.png,1\nsite-a/7.png,0\n"))
+    assert "row 3: 'site-a/7.png' is already in row 2" in twice
+
+
+def test_what_is_no_file_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    text = "image,cat,split\nfolder.png,1,train\n,0,train\n0.png,1,test\nbad\0.png,1,train\n"
+    found = said(table_of(tmp_path, text))
+    assert "3 of its 4 images do not exist: row 2: " in found
+    assert "--skip-unreadable" in found
+    table = table_of(tmp_path, text, Reading(skip_unreadable=True))
+    table.problems.report()
+    assert table.names == ["0.png"]
+    assert table.labels.tolist() == [[1]]
+    assert table.split is not None
+    assert table.split.tolist() == [2]
+    assert len(table.missing) == 3
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_image_that_may_not_be_read_is_missing(tmp_path: Path) -> None:
+    table_of(tmp_path, "image,cat\n0.png,1\n")
+    (tmp_path / "0.png").chmod(0)
+    assert "1 of its 1 images do not exist" in said(read_labels(tmp_path / "labels.csv", tmp_path))
+
+
+def test_rows_are_left_out_of_every_column(tmp_path: Path) -> None:
+    text = "image,cat,split,client,who\n0.png,1,train,a,x\nlost.png,0,test,b,y\n2.png,0,val,c,z\n"
+    table = table_of(tmp_path, text, Reading(group="who", skip_unreadable=True))
+    table.problems.report()
+    assert table.names == ["0.png", "2.png"]
+    assert table.paths == [tmp_path / "0.png", tmp_path / "2.png"]
+    assert table.labels.tolist() == [[1], [0]]
+    columns = [values.tolist() for values in (table.split, table.clients, table.patients) if values is not None]
+    assert columns == [[0, 1], ["a", "c"], ["x", "z"]]
+    assert table.sizes_and_times[1][0] == (tmp_path / "2.png").stat().st_size
+    assert table.missing == [f"row 3: '{tmp_path / 'lost.png'}'"]
+
+
+def test_no_image_at_all_is_an_error_even_if_they_may_be_left_out(tmp_path: Path) -> None:
+    table = table_of(tmp_path, "image,cat\na.png,1\nb.png,0\n", Reading(skip_unreadable=True))
+    assert "not one of its 2 images exists: row 2: " in said(table)
+
+
+# --- patients
+
+
+def test_a_patient_on_two_sides_of_the_files_split_is_named(tmp_path: Path) -> None:
+    rows = "0.png,1,train,p1\n1.png,1,test,p1\n2.png,1,val,p2\n3.png,1,train,p2\n4.png,0,test,p3\n5.png,0,test,p3\n"
+    text = said(table_of(tmp_path, f"image,cat,split,who\n{rows}", Reading(group="who")))
+    assert "2 of 'who' are on more than one side of the split: 'p1'; 'p2'." in text
+
+
+def test_a_row_without_a_patient_is_named(tmp_path: Path) -> None:
+    text = said(table_of(tmp_path, "image,cat,who\n0.png,1,p1\n1.png,1, \n", Reading(group="who")))
+    assert "1 row has no 'who' (row 3), which data.group needs" in text
+
+
+# --- all at once
+
+
+def test_every_kind_of_problem_is_in_one_report(tmp_path: Path) -> None:
+    text = (
+        "image,cat,cat,dog,split\n0.png,1,1,0,train\n1.png,1,1,maybe,train\n2.png,1,1,0,later\n"
+        "2.png,1,0,0,test\n9.png,1,0,0,test\n3.png,1,0,test\n"
+    )
+    found = said(table_of(tmp_path, text))
+    assert found.startswith(f"'{tmp_path / 'labels.csv'}' has 6 problems. (1) ")
+    for part in (
+        "1 row has another number of cells than the header, which has 5: row 7: 4 cells",
+        "the class 'cat' appears twice",
+        "1 in column 'dog' (row 3: 'maybe')",
+        "1 row has a split that is none of train, validation (or val) and test (row 4: 'later')",
+        "1 row has an image that another row has (row 5: '2.png' is already in row 4)",
+        "1 of its 5 images do not exist: row 6: ",
+    ):
+        assert part in found
+
+
+def test_examples_are_capped_and_counted(tmp_path: Path) -> None:
+    rows = "".join(f"{number}.png,x,later\n" for number in range(7))
+    found = said(table_of(tmp_path, f"image,cat,split\n{rows}", images=7))
+    assert "7 in column 'cat' (row 2: 'x'; row 3: 'x'; row 4: 'x'; row 5: 'x'; row 6: 'x'; and 2 more)" in found
+    assert "7 rows have a split that is none of" in found
+    assert "row 6: 'later'; and 2 more)" in found
+    five = said(table_of(tmp_path, f"image,cat,split\n{rows[: 5 * len('0.png,x,later ')]}", images=7))
+    assert "more" not in five
+
+
+def test_rows_that_all_have_the_wrong_number_of_cells(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"2 rows have another number of cells.*row 2: 3 cells; row 3: 1 cells"):
+        table_of(tmp_path, "image,cat\n0.png,1,0\n1.png\n")
