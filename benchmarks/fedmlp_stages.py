@@ -91,7 +91,8 @@ def main() -> None:
             f"{mean_and_spread(np.array([r[m] for r in results]))} ({mean_and_spread(np.array(d), '+')})"
             for m, d in zip(METRICS, margins, strict=True)
         ]
-        table.append([name, *cells, f"{np.mean([r['tags'] for r in results]):.0f}"])
+        true = np.mean([result["tags"] for result in results])
+        table.append([name, *cells, "–" if np.isnan(true) else f"{true:.0f}"])
     header = [f"{options.rounds} rounds, t1 = {options.first_stage}, view {options.view}", *METRICS, "true tags, %"]
     console.print(markdown(header, table), soft_wrap=True, highlight=False)
 
