@@ -255,6 +255,159 @@ def test_beta_does_not_change_who_may_show_what_and_the_rule_does_not_move_what_
     assert (owners(base)[fits] == owners(withheld)[fits]).all()
 
 
+def test_what_is_not_said_is_half_beta_all_classes_drop_two_labels_and_one_sample() -> None:
+    labels = synthetic(4, 400, 12, density=0.2)
+    bare = partition(labels, "dirichlet", 12, 0)
+    full = partition(labels, "dirichlet", 12, 0, beta=0.5, presence=1.0, outside="drop", minimum=1)
+    assert (owners(bare) == owners(full)).all() and bare.allowed.all()
+    assert (owners(bare) != owners(partition(labels, "dirichlet", 12, 0, beta=1.0))).any()
+    two = partition(labels, "labels-per-client", 12, 0)
+    assert (two.allowed.sum(axis=1) == 2).all() and two.report["dropped"] > 0
+    # 24 samples for 24 clients: a minimum of one moves some, and one of two would be refused
+    tight = partition(np.ones((24, 1), dtype=np.int8), "dirichlet", 24, 0)
+    assert [len(positions) for positions in tight.clients] == [1] * 24
+
+
+@pytest.mark.parametrize(
+    ("clients", "first", "last"),
+    [(1, "c000", "c000"), (12, "c000", "c011"), (1000, "c000", "c999"), (1001, "c0000", "c1000")],
+)
+def test_names_are_as_long_as_the_last_needs(clients: int, first: str, last: str) -> None:
+    names = partition(np.zeros((1001, 2), dtype=np.int8), "iid", clients, 0).names
+    assert (names[0], names[-1], len(set(names))) == (first, last, clients)
+
+
+def test_the_limits_themselves_are_possible() -> None:
+    labels = np.repeat(np.eye(4, dtype=np.int8), 6, axis=0)
+    assert len(partition(labels, "iid", 24, 0).clients) == 24  # as many clients as samples
+    full = partition(labels, "dirichlet", 12, 0, minimum=2)  # every sample is needed for the minimum
+    assert [len(positions) for positions in full.clients] == [2] * 12
+    assert partition(labels, "dirichlet", 4, 0, presence=0.25).allowed.sum() == 4  # just one class a client
+    assert partition(labels, "labels-per-client", 2, 0, labels_per_client=2).allowed.sum() == 4
+    assert partition(labels, "labels-per-client", 3, 0, labels_per_client=4).allowed.all()
+    groups = np.array(["a", "b"] * 12)
+    assert partition(labels, "natural", 2, 0, groups=groups).names == ("a", "b")
+    assert partition(labels, "natural", 1, 0, groups=groups).names == ("c000",)
+
+
+def test_the_report_counts_what_was_touched() -> None:
+    """Clients of one class each: {0, 1} fits nowhere, and the two samples of it are the ones touched."""
+    labels = np.array([[1, 0]] * 5 + [[0, 1]] * 5 + [[1, 1]] * 2, dtype=np.int8)
+    reports = {
+        rule: partition(labels, "labels-per-client", 2, 0, labels_per_client=1, outside=rule).report
+        for rule in ("drop", "withhold", "negative")
+    }
+    nothing = {"dropped": 0, "withheld": 0, "negative": 0, "moved_for_minimum": 0}
+    assert reports == {
+        "drop": nothing | {"dropped": 2},
+        "withhold": nothing | {"withheld": 2},
+        "negative": nothing | {"negative": 2},
+    }
+    moved = partition(labels[:5], "labels-per-client", 2, 0, labels_per_client=2, minimum=1).report
+    assert moved == nothing
+
+
+# The parts of a deal, one by one
+
+
+@pytest.mark.parametrize("cells", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("classes", [3, 64, 65, 200])
+def test_combinations_are_the_distinct_rows(monkeypatch: pytest.MonkeyPatch, classes: int, cells: int) -> None:
+    monkeypatch.setattr(dealing, "CELLS_AT_ONCE", cells)
+    labels = synthetic(1, 300, classes, density=1.2 / classes, unknown=0.1)
+    found = dealing.combinations_of(labels)
+    rows, counts = np.unique(labels == 1, axis=0, return_counts=True)
+    assert (found.sets.toarray() == rows).all()  # in lexical order, on every machine
+    assert (found.counts == counts).all()
+    assert (found.sets.toarray()[found.of_sample] == (labels == 1)).all()
+    assert (found.sizes == rows.sum(1)).all()
+    for place in (0, len(counts) // 2, len(counts) - 1):
+        assert found.members(place).tolist() == np.flatnonzero(rows[place]).tolist()
+
+
+@pytest.mark.parametrize("cells", [1, 30, 1 << 20])
+def test_a_deal_is_right_to_within_one_sample(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
+    """Twelve clients, shares written down here: a combination goes by the product of its classes' shares."""
+    monkeypatch.setattr(dealing, "CELLS_AT_ONCE", cells)
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.array([[1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]], dtype=np.int8), 501, axis=0)
+    allowed = np.ones((12, 3), dtype=bool)
+    allowed[:5, 0] = allowed[8:, 1] = False  # classes 0 and 1 together: clients 5, 6 and 7
+    share = rng.random((12, 3)) * allowed
+    share /= share.sum(0)
+    log_share = np.where(allowed, np.log(np.where(allowed, share, 1)), 0)
+    deal = dealing.hand_out(dealing.combinations_of(labels), allowed, log_share, np.random.default_rng(1))
+    both = share[:, 0] * share[:, 1]
+    expected = np.stack([share[:, 0], share[:, 1], both / both.sum(), share[:, 2], np.full(12, 1 / 12)])
+    for owner, shares in zip(np.split(deal.owner, 5), expected, strict=True):
+        counts = np.bincount(owner, minlength=12)
+        assert (np.abs(counts - 501 * shares) < 1).all()
+        assert (counts[shares == 0] == 0).all()
+    assert (deal.misses == 0).all()
+    order = [owner.tolist() for owner in np.split(deal.owner, 5)]
+    assert all(part != sorted(part) for part in order)  # which of the samples is drawn by lot
+
+
+def test_a_deal_counts_what_even_the_best_client_misses() -> None:
+    labels = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=np.int8)
+    allowed = np.array([[True, False, False], [False, True, False], [False, False, True]])
+    deal = dealing.hand_out(dealing.combinations_of(labels), allowed, np.zeros((3, 3)), np.random.default_rng(0))
+    assert deal.misses[deal.combinations.of_sample].tolist() == [2, 1, 0, 0]
+    assert deal.owner[2] == 0 and deal.owner[1] in (0, 1)
+
+
+def test_proportions_are_over_the_clients_that_allow_a_class() -> None:
+    allowed = np.random.default_rng(0).random((12, 40)) < 0.4
+    allowed[3] = True
+    log_share = dealing.dirichlet(allowed, 0.3, np.random.default_rng(1))
+    assert np.allclose(np.where(allowed, np.exp(log_share), 0).sum(axis=0), 1)
+    assert (log_share[~allowed] == 0).all() and (log_share[allowed] < 0).mean() > 0.99
+
+
+def sets(allowed: NDArray[np.bool_]) -> list[list[int]]:
+    return sorted(np.flatnonzero(row).tolist() for row in allowed)
+
+
+def test_room_for_classes_that_nobody_has_is_not_given_away() -> None:
+    """Two clients of two of four classes. After {0, 1} there is room for two classes, and two are nobody's: {0, 2},
+    frequent as it is, would leave one of them out."""
+    labels = np.repeat(np.array([[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]], dtype=np.int8), [9, 8, 7], axis=0)
+    for seed in range(5):
+        allowed = dealing.draw_allowed(dealing.combinations_of(labels), 2, 2, np.random.default_rng(seed))
+        assert sets(allowed) == [[0, 1], [2, 3]]
+
+
+def test_a_combination_goes_where_it_needs_the_fewest_new_classes() -> None:
+    """{0, 1} and {4, 5} open a client each, as the emptiest is taken; {0, 2} then needs one class beside {0, 1}, and
+    {4, 6} one beside {4, 5}, where elsewhere they would need two."""
+    rows = np.zeros((4, 7), dtype=np.int8)
+    rows[[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 4, 5, 0, 2, 4, 6]] = 1
+    labels = np.repeat(rows, [9, 8, 7, 6], axis=0)
+    for seed in range(5):
+        allowed = dealing.draw_allowed(dealing.combinations_of(labels), 3, 3, np.random.default_rng(seed))
+        assert [0, 1, 2] in sets(allowed) and [4, 5, 6] in sets(allowed)
+        assert allowed.any(axis=0).all() and (allowed.sum(axis=1) == 3).all()
+
+
+def test_among_equal_clients_the_emptiest_is_taken_and_then_the_lot_decides() -> None:
+    labels = np.repeat(np.kron(np.eye(12, dtype=np.int8), np.ones((1, 2), dtype=np.int8)), range(30, 18, -1), axis=0)
+    opened = set()
+    for seed in range(20):
+        allowed = dealing.draw_allowed(dealing.combinations_of(labels), 12, 4, np.random.default_rng(seed))
+        pairs = allowed.reshape(12, 12, 2).all(axis=2)
+        assert pairs.any(axis=0).all() and pairs.any(axis=1).all()  # twelve pairs, a client each
+        opened.add(tuple(np.flatnonzero(pairs[:, 0])))
+    assert len(opened) > 5
+
+
+@quick
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 40))
+def test_the_least_is_the_first_of_a_sort(seed: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    first, second, third = rng.integers(0, 3, size), rng.integers(0, 3, size), rng.random(size)
+    assert dealing._least(first, second, third) == np.lexsort((third, second, first))[0]
+
+
 # What dirichlet is for
 
 
