@@ -138,6 +138,8 @@ def test_fine_names_file(tmp_path: Path) -> None:
 def test_two_classes_that_the_encoder_cannot_tell_apart_are_refused(glove: str) -> None:
     classes = ("cat", "dog tvmonitor", "photo", "dog pottedplant")
     assert "the same embedding to 'dog tvmonitor' and 'dog pottedplant': " in refusal(glove, classes)
+    many = tuple(f"dog x{i}" for i in range(12))
+    assert refusal(glove, many).count("'dog x0' and 'dog x") == 5  # a few of them say it
 
 
 def test_projection_is_orthonormal_and_seeded() -> None:
