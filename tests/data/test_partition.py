@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import itertools
 import time
 from fractions import Fraction
 from functools import cache
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from made_labels import Labels, singles_and_pairs, synthetic
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
@@ -25,8 +25,6 @@ from fedmll.errors import ConfigError, DataError
 from fedmll.seeding import numpy_generator
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
-NAMES = ("c000", "c001", "c002")
-Labels = NDArray[np.int8]
 quick = settings(max_examples=40, deadline=None)
 few = settings(max_examples=8, deadline=None)
 
@@ -50,23 +48,6 @@ def voc() -> Labels:
 @cache
 def chest() -> Labels:
     return read("chestxray14_labels.csv.gz", 3)
-
-
-def synthetic(seed: int, samples: int, classes: int, density: float = 0.15, unknown: float = 0.0) -> Labels:
-    """Labels of very different frequencies, some samples without any, some targets unknown."""
-    rng = np.random.default_rng(seed)
-    rates = density * 2 * rng.random(classes)
-    labels = (rng.random((samples, classes)) < rates).astype(np.int8)
-    labels[rng.random(labels.shape) < unknown] = -1
-    return labels
-
-
-def singles_and_pairs(classes: int, singles: int, pairs: int) -> Labels:
-    """As multi-label CIFAR-10: so many samples of each class alone and of each pair of classes."""
-    one = np.eye(classes, dtype=np.int8)
-    rows = [np.repeat(one, singles, axis=0)]
-    rows += [np.repeat((one[a] + one[b])[None], pairs, axis=0) for a, b in itertools.combinations(range(classes), 2)]
-    return np.concatenate(rows)
 
 
 def owners(result: Partition) -> NDArray[np.int64]:
@@ -255,6 +236,58 @@ def test_beta_does_not_change_who_may_show_what_and_the_rule_does_not_move_what_
     assert (owners(base)[fits] == owners(withheld)[fits]).all()
 
 
+def test_what_is_not_said_is_half_beta_all_classes_drop_two_labels_and_one_sample() -> None:
+    labels = synthetic(4, 400, 12, density=0.2)
+    bare = partition(labels, "dirichlet", 12, 0)
+    full = partition(labels, "dirichlet", 12, 0, beta=0.5, presence=1.0, outside="drop", minimum=1)
+    assert (owners(bare) == owners(full)).all() and bare.allowed.all()
+    assert (owners(bare) != owners(partition(labels, "dirichlet", 12, 0, beta=1.0))).any()
+    two = partition(labels, "labels-per-client", 12, 0)
+    assert (two.allowed.sum(axis=1) == 2).all() and two.report["dropped"] > 0
+    # 24 samples for 24 clients: a minimum of one moves some, and one of two would be refused
+    tight = partition(np.ones((24, 1), dtype=np.int8), "dirichlet", 24, 0)
+    assert [len(positions) for positions in tight.clients] == [1] * 24
+
+
+@pytest.mark.parametrize(
+    ("clients", "first", "last"),
+    [(1, "c000", "c000"), (12, "c000", "c011"), (1000, "c000", "c999"), (1001, "c0000", "c1000")],
+)
+def test_names_are_as_long_as_the_last_needs(clients: int, first: str, last: str) -> None:
+    names = partition(np.zeros((1001, 2), dtype=np.int8), "iid", clients, 0).names
+    assert (names[0], names[-1], len(set(names))) == (first, last, clients)
+
+
+def test_the_limits_themselves_are_possible() -> None:
+    labels = np.repeat(np.eye(4, dtype=np.int8), 6, axis=0)
+    assert len(partition(labels, "iid", 24, 0).clients) == 24  # as many clients as samples
+    full = partition(labels, "dirichlet", 12, 0, minimum=2)  # every sample is needed for the minimum
+    assert [len(positions) for positions in full.clients] == [2] * 12
+    assert partition(labels, "dirichlet", 4, 0, presence=0.25).allowed.sum() == 4  # just one class a client
+    assert partition(labels, "labels-per-client", 2, 0, labels_per_client=2).allowed.sum() == 4
+    assert partition(labels, "labels-per-client", 3, 0, labels_per_client=4).allowed.all()
+    groups = np.array(["a", "b"] * 12)
+    assert partition(labels, "natural", 2, 0, groups=groups).names == ("a", "b")
+    assert partition(labels, "natural", 1, 0, groups=groups).names == ("c000",)
+
+
+def test_the_report_counts_what_was_touched() -> None:
+    """Clients of one class each: {0, 1} fits nowhere, and the two samples of it are the ones touched."""
+    labels = np.array([[1, 0]] * 5 + [[0, 1]] * 5 + [[1, 1]] * 2, dtype=np.int8)
+    reports = {
+        rule: partition(labels, "labels-per-client", 2, 0, labels_per_client=1, outside=rule).report
+        for rule in ("drop", "withhold", "negative")
+    }
+    nothing = {"dropped": 0, "withheld": 0, "negative": 0, "moved_for_minimum": 0}
+    assert reports == {
+        "drop": nothing | {"dropped": 2},
+        "withhold": nothing | {"withheld": 2},
+        "negative": nothing | {"negative": 2},
+    }
+    moved = partition(labels[:5], "labels-per-client", 2, 0, labels_per_client=2, minimum=1).report
+    assert moved == nothing
+
+
 # What dirichlet is for
 
 
@@ -278,16 +311,6 @@ def test_small_beta_is_skewed_and_large_beta_is_even(beta: float) -> None:
     ]
     reference = np.random.default_rng(0).dirichlet([beta] * 10, 20_000).max(axis=1)
     assert abs(np.mean(shares) - reference.mean()) < 0.005 + 4 * reference.std() / np.sqrt(len(shares))
-
-
-def test_proportions_have_the_variance_of_a_dirichlet() -> None:
-    """Var = (1/K)(1 − 1/K)/(Kβ + 1), mean 1/K: over 20,000 classes, for β from skewed to even."""
-    allowed = np.ones((5, 20_000), dtype=bool)
-    for beta in (0.05, 0.5, 5.0):
-        share = np.exp(dealing.dirichlet(allowed, beta, np.random.default_rng(0)))
-        assert np.allclose(share.sum(axis=0), 1)
-        assert np.allclose(share.mean(axis=1), 0.2, atol=0.01)
-        assert np.allclose(share.var(axis=1), 0.16 / (5 * beta + 1), rtol=0.06)
 
 
 def test_a_sample_goes_by_the_product_of_its_classes_proportions() -> None:
@@ -375,117 +398,6 @@ def test_small_clients_are_filled_up() -> None:
     assert min(map(len, bare.clients)) < 30 <= min(map(len, full.clients))
     assert 0 < bare.report["moved_for_minimum"] < full.report["moved_for_minimum"]
     check_restricted(labels, full, 4, "drop", 30)
-
-
-def a_b_deal(b_samples: int) -> dealing.Deal:
-    """Clients of {a}, {a, b} and {b}: the second has two a, the third all b, the first nothing."""
-    labels = np.array([[1, 0]] * 2 + [[0, 1]] * b_samples, dtype=np.int8)
-    allowed = np.array([[True, False], [True, True], [False, True]])
-    owner = np.array([1, 1] + [2] * b_samples)
-    return dealing.Deal(dealing.combinations_of(labels), allowed, np.zeros(2, dtype=np.int64), owner)
-
-
-def test_samples_pass_through_a_client_that_can_spare_none() -> None:
-    deal = a_b_deal(b_samples=4)
-    dealing.fill_up(deal, 2, NAMES, np.random.default_rng(0))
-    assert sorted(deal.owner[:2]) == [0, 0]
-    assert sorted(deal.owner[2:]) == [1, 1, 2, 2]
-
-
-def test_a_minimum_that_no_deal_can_meet_is_refused() -> None:
-    deal = a_b_deal(b_samples=20)
-    with pytest.raises(ConfigError, match=r"partition\.minimum = 3 cannot be met: client c000") as error:
-        dealing.fill_up(deal, 3, NAMES, np.random.default_rng(0))
-    assert "\n" not in str(error.value)
-
-
-def test_no_more_samples_move_than_are_lacking() -> None:
-    """Sizes 0, 5 and 5 with a minimum of 3: both large clients give, and neither has to be filled up again."""
-    combinations = dealing.combinations_of(np.ones((10, 1), dtype=np.int8))
-    before = np.repeat([1, 2], 5)
-    deal = dealing.Deal(combinations, np.ones((3, 1), dtype=bool), np.zeros(1, dtype=np.int64), before.copy())
-    dealing.fill_up(deal, 3, NAMES, np.random.default_rng(0))
-    assert (deal.owner != before).sum() == 3
-    assert sorted(np.bincount(deal.owner)) == [3, 3, 4]
-
-
-def test_samples_without_a_positive_move_only_if_need_be() -> None:
-    labels = np.array([[1]] * 5 + [[0]] * 5, dtype=np.int8)
-    deal = dealing.Deal(
-        dealing.combinations_of(labels),
-        np.ones((2, 1), dtype=bool),
-        np.zeros(2, dtype=np.int64),
-        np.zeros(10, np.int64),
-    )
-    dealing.fill_up(deal, 4, NAMES, np.random.default_rng(0))
-    assert deal.owner[:5].sum() == 4 and deal.owner[5:].sum() == 0
-
-
-def filled_up_plainly(deal: dealing.Deal, minimum: int, rng: np.random.Generator) -> NDArray[np.int64] | None:
-    """What fill_up promises, looked up in all samples at every step: the smallest client first, from the largest that
-    has something suitable, directly or through others; None if there is no way."""
-    owner, clients = deal.owner.copy(), len(deal.allowed)
-    labels = deal.combinations.sets.toarray()[deal.combinations.of_sample]
-    missing = labels @ (~deal.allowed).astype(int).T
-    suits, plain = missing == missing.min(1, keepdims=True), ~labels.any(1)
-
-    def given(giver: int, taker: int) -> NDArray[np.int64]:
-        return np.flatnonzero((owner == giver) & suits[:, taker])
-
-    sizes = [int((owner == client).sum()) for client in range(clients)]
-    for client in sorted(range(clients), key=sizes.__getitem__):
-        while (owner == client).sum() < minimum:
-            sizes = [int((owner == c).sum()) for c in range(clients)]
-            after: dict[int, int] = {client: client}
-            path: list[int] = []
-            for taker in (queue := [client]):
-                givers = [c for c in range(clients) if c != taker and len(given(c, taker))]
-                rich = [c for c in givers if sizes[c] > minimum]
-                if rich:
-                    path = [max(rich, key=sizes.__getitem__), taker]
-                    break
-                fresh = [c for c in givers if c not in after]
-                after |= dict.fromkeys(fresh, taker)
-                queue += fresh
-            if not path:
-                return None
-            while path[-1] != client:
-                path.append(after[path[-1]])
-            pools = [(taker, given(giver, taker)) for giver, taker in itertools.pairwise(path)]
-            amount = min([minimum - sizes[client], sizes[path[0]] - minimum, *(len(pool) for _, pool in pools)])
-            for taker, pool in pools:
-                lots = rng.random(len(pool))
-                owner[sorted(pool, key=lambda s, p=pool, q=lots: (plain[s], q[np.searchsorted(p, s)]))[:amount]] = taker
-    return owner
-
-
-@quick
-@given(
-    seed=st.integers(0, 10**6),
-    classes=st.integers(2, 8),
-    clients=st.integers(2, 14),
-    most=st.integers(1, 8),
-    fullness=st.floats(0.2, 1),
-    dropped=st.booleans(),
-)
-def test_filling_up_is_the_plain_search(
-    seed: int, classes: int, clients: int, most: int, fullness: float, dropped: bool
-) -> None:
-    rng = np.random.default_rng(seed)
-    allowed = np.zeros((clients, classes), dtype=bool)
-    dealing.fill_evenly(allowed, np.full(clients, min(most, classes)), rng)
-    combinations = dealing.combinations_of(synthetic(seed, 60, classes, density=0.25))
-    deal = dealing.hand_out(combinations, allowed, dealing.dirichlet(allowed, 0.1, rng), rng)
-    if dropped:
-        deal.owner[deal.misses[combinations.of_sample] > 0] = dealing.NOBODY
-    minimum = max(1, int(fullness * (60 // clients)))
-    expected = filled_up_plainly(deal, minimum, np.random.default_rng(seed))
-    if expected is None:
-        with pytest.raises(ConfigError, match="cannot be met"):
-            dealing.fill_up(deal, minimum, tuple(f"c{i}" for i in range(clients)), np.random.default_rng(seed))
-    else:
-        dealing.fill_up(deal, minimum, tuple(f"c{i}" for i in range(clients)), np.random.default_rng(seed))
-        assert (deal.owner == expected).all()
 
 
 # Natural

