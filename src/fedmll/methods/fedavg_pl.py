@@ -1,4 +1,4 @@
-"""FedAvg-PL: FedAvg with partial labels, as in FedMLP (seed 001): only the known targets enter the loss."""
+"""FedAvg-PL: FedAvg with partial labels, as in FedMLP: only the known targets enter the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedHarmony — Kou et al., CVPR 2026, arXiv 2604.28024 (seed 003).
+"""FedHarmony — Kou et al., CVPR 2026, arXiv 2604.28024.
 
 Eq. 1–2  R_k: φ-style correlation of the labels that client k's trained model predicts on its own data; sent with the
          weights. In the loss: the same of the mini-batch.
