@@ -194,7 +194,7 @@ class Experiment(Section):
         self._asked = self.model_dump(exclude_unset=True)
         options = _validated(method.options_class(self.method.options), self.method.options, "method")
         found = method.resolve(options, self)
-        self._notes = tuple(f"method.{name} = {value} ({why})" for name, (value, why) in found.items())
+        self._notes = tuple(f"method.{name} = {value} ({why})" for name, (value, why) in found.items() if why)
         options = options.model_copy(update={name: value for name, (value, _) in found.items()})
         self.__dict__["method"] = MethodSection(name=self.method.name, **options.model_dump())
         features = self.data.source == "features"

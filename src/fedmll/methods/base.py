@@ -93,8 +93,8 @@ class Method:
 
     @classmethod
     def resolve(cls, options: Any, experiment: Experiment) -> dict[str, tuple[Any, str]]:
-        """What the options that were left open ("auto") are in this experiment, each with its rule in words: decided
-        once, stored, and sent to the sites."""
+        """What the options that were left open ("auto") are in this experiment, each with its rule in words (empty: it
+        does not matter here): decided once, stored, and sent to the sites."""
         return {}
 
     @classmethod

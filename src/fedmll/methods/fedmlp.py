@@ -81,7 +81,8 @@ class FedMLP(Method):
     def resolve(cls, options: Any, experiment: Experiment) -> dict[str, tuple[Any, str]]:
         if options.first_stage != AUTO:
             return {}
-        return {"first_stage": (max(1, round(experiment.training.rounds / 10)), "a tenth of the rounds, as published")}
+        rule = "a tenth of the rounds, as published" if options.tags or options.consistency else ""  # no second stage
+        return {"first_stage": (max(1, round(experiment.training.rounds / 10)), rule)}
 
     @classmethod
     def check(cls, experiment: Experiment) -> None:
