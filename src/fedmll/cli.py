@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from fedmll import cli_data, cli_federation
 from fedmll.cli_options import (
+    OWN,
     Backbone,
     Clients,
     DataName,
@@ -27,8 +28,10 @@ from fedmll.cli_options import (
     Workers,
     experiment_from,
     fresh_folder,
+    given,
     parse_value,
     stoppable,
+    with_optional_value,
 )
 from fedmll.errors import ConfigError, FedmllError
 
@@ -68,7 +71,7 @@ def run(
     skip_unreadable: SkipUnreadable = False,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
     settings: Set = None,
-    as_published: Published = False,
+    as_published: Published = None,
     track: Track = False,
 ) -> None:
     """Run one experiment: a federation on this machine, a table at the end, a folder that can be resumed.
@@ -103,23 +106,38 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(help="A run's folder.")],
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", help="Go on to this round instead; a finished run goes on too.")
+    ] = None,
+    data: Annotated[str | None, typer.Option("--data", help="The data's name, if its file has moved.")] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="Where the data lies now, if it has moved.")] = None,
     workers: Workers = None,
     device: Device = None,
     track: Track = False,
 ) -> None:
-    """Go on with a run that was stopped or killed, from its last checkpoint, to the very same result."""
+    """Go on with a run that was stopped or killed, from its last checkpoint, to the very same result.
+
+    Examples:  [bold]fedmll resume runs/first[/]  ·  [bold]fedmll resume runs/first --rounds 40[/]
+    """
     from fedmll import display, runner
 
-    engine = {key: value for key, value in (("workers", workers), ("device", device)) if value is not None}
-    rounds = runner.experiment_in(folder).training.rounds
+    total = rounds or runner.experiment_in(folder).training.rounds
     if (folder / "server.json").is_file():  # a real federation's server
         from fedmll import deployment
 
-        with display.FederationProgress(rounds) as watch, stoppable(f"fedmll resume {folder}"):
+        if rounds or data or root or workers is not None or device:
+            raise ConfigError("A federation between machines is resumed as it was started: without options.")
+        with display.FederationProgress(total) as watch, stoppable(f"fedmll resume {folder}"):
             display.show_result(deployment.go_on(folder, watch))
         return
-    with display.RunProgress(rounds) as progress, stoppable(f"fedmll resume {folder}"):
-        result = runner.resume(folder, observer=watched(progress, folder, track), engine=engine)
+    with display.RunProgress(total) as progress, stoppable(f"fedmll resume {folder}"):
+        result = runner.resume(
+            folder,
+            observer=watched(progress, folder, track),
+            engine=given(workers=workers, device=device),
+            rounds=rounds,
+            data=given(name=data, root=root),
+        )
     display.show_result(result)
 
 
@@ -151,10 +169,13 @@ def compare(
         str | None, typer.Option("--against", help="A row: also show the margins over it, paired by seed.")
     ] = None,
     settings: Set = None,
+    as_published: Published = None,
 ) -> None:
     """Compare methods over seeds on the same data: mean ± std in the terminal, table.md and table.csv."""
     from fedmll import display, files, grid
 
+    if as_published == OWN:
+        raise ConfigError("In a comparison all rows train alike: say whose paper, for example --as-published fedmlp.")
     base = experiment_from(
         file,
         {
@@ -168,6 +189,7 @@ def compare(
             "engine.device": device,
         },
         settings,
+        as_published,
     )
     key, values = parse_values("--tune", tune)
     names = grid.crossed([name.strip() for name in method_names.split(",")], *parse_values("--vary", vary))
@@ -227,7 +249,7 @@ def list_methods(name: Annotated[str | None, typer.Argument(help="One method, in
     options = {key: field.default for key, field in cls.Options.model_fields.items()}
     display.console.print(display.options_table(f"[method] name = '{name}'", options))
     if cls.published:
-        display.console.print(display.options_table("as published (--as-published)", cls.published))
+        display.console.print(display.options_table("as published (--as-published)", cls.published | cls.unpublished))
 
 
 app.add_typer(cli_data.data_app, name="data")
@@ -236,7 +258,7 @@ cli_federation.register(app)
 
 def main() -> None:
     try:
-        app()
+        app(with_optional_value(sys.argv[1:]))
     except FedmllError as error:
         from fedmll.display import errors
 

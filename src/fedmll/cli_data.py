@@ -68,7 +68,7 @@ def describe_data(
     display.console.print(label_map.table(counts, divided.names, divided.train.classes))
     label_map.draw(out, counts.positives, divided.names, divided.train.classes, counts.known)
     touched = ", ".join(f"{count} samples {rule}" for rule, count in divided.report.items() if count)
-    held_out = "" if divided.validation_owner is None else f"; {len(divided.validation)} held out for validation"
+    held_out = f"; {len(divided.held_out)} held out for validation" if len(divided.held_out) else ""
     display.console.print(f"{divided.sizes.sum()} training samples{held_out}{'; ' + touched if touched else ''}")
     display.console.print(f"picture in {out}", soft_wrap=True)
 

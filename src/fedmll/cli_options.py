@@ -39,7 +39,20 @@ Window = Annotated[
     str | None, typer.Option("--window", help="LOW,HIGH: what becomes black and white in images of more than 8 bits.")
 ]
 Track = Annotated[bool, typer.Option("--track", help="Also write curves for TensorBoard (extra `track`).")]
-Published = Annotated[bool, typer.Option("--as-published", help="Train as the method's paper does (rounds, lr, …).")]
+Published = Annotated[
+    str | None,
+    typer.Option(
+        "--as-published",
+        metavar="[METHOD]",
+        help="Train as a method's paper does (rounds, lr, …): the chosen method's own, or another's.",
+    ),
+]
+OWN = "own"  # --as-published without a name: the paper of the method that is run
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def parse_value(text: str) -> Any:
@@ -60,22 +73,28 @@ def parse_settings(settings: list[str] | None) -> dict[str, Any]:
     return values
 
 
+def with_optional_value(words: list[str], option: str = "--as-published") -> list[str]:
+    """An option whose value may be left out, which Typer does not have: OWN is put in."""
+    filled: list[str] = []
+    for place, word in enumerate(words):
+        filled.append(word)
+        following = words[place + 1] if place + 1 < len(words) else "-"
+        if word == option and (following.startswith("-") or following.endswith(".toml")):
+            filled.append(OWN)
+    return filled
+
+
 def experiment_from(
-    file: Path | None, options: dict[str, Any], settings: list[str] | None, published: bool = False
+    file: Path | None, options: dict[str, Any], settings: list[str] | None, published: str | None = None
 ) -> Any:
-    """The file's values, then the options, then --set; a method's published settings only where none of them speaks."""
-    from fedmll import methods
+    """The file's values, then the options, then --set; published settings only where none of them speaks."""
     from fedmll.experiment import Experiment, merged, read_toml
 
     values = {} if file is None else read_toml(file)
     overrides = {key: value for key, value in options.items() if value is not None} | parse_settings(settings)
     values = merged(values, overrides)
-    if published:
-        method = methods.find(values.get("method", {}).get("name", "fedavg"))
-        for key, value in method.published.items():
-            section, _, name = key.partition(".")
-            if name not in values.get(section, {}):
-                values = merged(values, {key: value})
+    if published is not None:
+        values = as_published(published, values)
     return Experiment.make(values)
 
 
@@ -93,6 +112,34 @@ def window_in(text: str | None) -> tuple[float, float] | None:
     except ValueError:
         raise ConfigError(f"--window takes LOW,HIGH, for example 0,4095; it got '{text}'.") from None
     return low, high
+
+
+def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The values with what a paper says where they say nothing; what it says and cannot be set here is named."""
+    from fedmll import display, methods
+    from fedmll.experiment import merged
+
+    name = str(values.get("method", {}).get("name", "fedavg")) if whose == OWN else whose
+    method = methods.find(name)
+    if not method.published:
+        known = ", ".join(known for known, cls in methods.registry().items() if cls.published)
+        raise ConfigError(f"'{name}' has no published settings of its own; say whose: --as-published {known}.")
+
+    def said(key: str) -> bool:
+        section, _, option = key.partition(".")
+        return option in values.get(section, {})
+
+    added = {key: value for key, value in method.published.items() if not said(key)}
+    clients = values.get("partition", {}).get("clients", added.get("partition.clients"))
+    theirs = whose not in (OWN, values.get("method", {}).get("name"))  # another method has not its options
+    missing = {
+        key: what for key, what in method.unpublished.items() if not said(key) and not (theirs and "method." in key)
+    }
+    if clients is not None and added.get("participation.count", 0) > clients:
+        missing["participation.count"] = f"{added.pop('participation.count')} clients a round; there are {clients}"
+    for key, what in missing.items():
+        display.errors.print(f"[yellow]not as published:[/] {key}; the paper: {what}", highlight=False, soft_wrap=True)
+    return merged(values, added)
 
 
 @contextmanager

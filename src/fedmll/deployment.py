@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedmll import federation, files, keys, runner, site
+from fedmll.client import Task
 from fedmll.data import sources
 from fedmll.data.dataset import Dataset
 from fedmll.engines.base import Engine
@@ -26,7 +28,8 @@ from fedmll.engines.site_worker import Setup
 from fedmll.errors import ConfigError, DataError, FederationError
 from fedmll.experiment import Experiment
 from fedmll.federation import Federation
-from fedmll.methods import find
+from fedmll.methods import find, make
+from fedmll.models.flat import frozen_sketch
 from fedmll.runner import Observer, Result
 
 if TYPE_CHECKING:
@@ -68,13 +71,18 @@ def is_server(out: Path) -> bool:
 
 
 def serve(experiment: Experiment, server: Server, out: Path, observer: Observer | None = None) -> Result:
-    """Run a federation from round 1, and leave a folder that `go_on` can go on with."""
+    """Run a federation from round 1, and leave a folder that `go_on` can go on with. A start that fails leaves none."""
+    from fedmll.engines.flower.processes import check_address
+
     _check(experiment)
-    if server.keys is not None:  # before anything is written
+    if server.keys is not None:
         keys.server_files(Path(server.keys))
         keys.registered(Path(server.keys), server.clients)
         server = replace(server, keys=str(Path(server.keys).resolve()))
-    runner.create(out, experiment)
+    runner.check_vacant(out)
+    check_address(server.host, server.port)
+    mine = own_data(experiment, observer or Observer())
+    runner.create(out, experiment.settled(mine.decided))
     files.write(out / "server.json", json.dumps(asdict(server), indent=2) + "\n")
     return go_on(out, observer)
 
@@ -116,12 +124,10 @@ def drive(
     from fedmll.engines.flower.roster import Roster
 
     mine = own_data(experiment, observer)
-    classes = mine.test.classes
-    method = find(experiment.method.name)
-    private = method.Options(**experiment.method.options).model_dump().get("labels") == "private"
-    told = json.loads(experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True}))
-    told["data"] = {"name": NO_DATA}  # where the server's files lie is nobody's business
-    setup = Setup(server.run, told, None if private else classes, mine.test.sample_shape, len(server.clients))
+    classes, shape = mine.test.classes, mine.test.sample_shape
+    private = experiment.method.options.get("labels") == "private"
+    setup = Setup(server.run, told(experiment), None if private else classes, shape, len(server.clients))
+    model = make(Task(experiment, classes, shape, len(server.clients), torch.device("cpu"))).model()
     roster = Roster(
         grid,
         server.clients,
@@ -130,6 +136,7 @@ def drive(
         out / "sites.json",
         observer.warning,
         classes,
+        {} if private else frozen_sketch(model),
     )
     _wait_for_all(roster, server, alive)
     engines: list[FlowerEngine] = []
@@ -152,12 +159,31 @@ def drive(
     return result
 
 
+def told(experiment: Experiment) -> dict[str, Any]:
+    """What the sites are told of an experiment: not where the server's data lies, and none of its own settings."""
+    own = find(experiment.method.name).server_only
+    values: dict[str, Any] = json.loads(
+        experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True, "engine": True})
+    )
+    values["method"] = {name: value for name, value in values["method"].items() if name not in own}
+    values["partition"].pop("server")
+    return values | {"data": {"name": NO_DATA}}
+
+
 @dataclass(frozen=True)
 class OwnData:
     """What the server itself has: test data (none: an empty one, with the classes and the shape), unlabelled images."""
 
     test: Dataset
     unlabelled: Dataset | None
+    size: tuple[int, int] | None = None  # of the images, of a composite: of its source's
+    window: tuple[float, float] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def decided(self) -> dict[str, Any]:
+        """What is open in an experiment: the sites are its clients, and hold out."""
+        return federation.decisions(self.test.sample_shape, False, True, self.size, self.window)
 
 
 def own_data(experiment: Experiment, observer: Observer) -> OwnData:
@@ -175,17 +201,14 @@ def own_data(experiment: Experiment, observer: Observer) -> OwnData:
     if data.name.startswith("folder:"):
         file = Path(data.name.partition(":")[2]).expanduser()
         test, train, found = site.load_test(file, data.root, data.size, data.reading, observer.preparing)
-        for note in found.notes:
-            observer.warning(note)
         if not len(test):
             raise DataError(f"The server's own data, {data.name}, has no row with split = test.")
-        return OwnData(test, train if len(train) else None)
+        _, height, width = test.sample_shape
+        return OwnData(test, train if len(train) else None, (height, width), found.window, found.notes)
     splits = sources.load(
         data.name, data.root, data.size, experiment.seed, data.composition, observer.preparing, data.reading
     )
-    for note in splits.notes:
-        observer.warning(note)
-    return OwnData(splits.test, None)
+    return OwnData(splits.test, None, splits.size, splits.window, splits.notes)
 
 
 def _check(experiment: Experiment) -> None:
@@ -233,15 +256,20 @@ def _federation(
     samples: tuple[NDArray[np.int64], ...] = tuple(np.arange(introductions[name].samples) for name in server.clients)
     return federation.Federation(
         experiment,
-        nothing,
-        nothing.labels,
-        mine.test,
-        nothing,
-        None,
-        server.clients,
-        samples,
-        known,
-        np.ones_like(known),
-        {},
-        mine.unlabelled,
+        train=nothing,
+        truth=nothing.labels,
+        test=mine.test,
+        validation=nothing,
+        held_out=nothing,
+        held_out_owner=np.zeros(0, np.int64),
+        names=server.clients,
+        samples=samples,
+        annotated=known,
+        allowed=np.ones_like(known),
+        report={},
+        server=mine.unlabelled,
+        source=nothing,
+        pooled_rows=np.zeros(0, np.int64),
+        decided={},
+        notes=mine.notes,
     )

@@ -83,8 +83,11 @@ class RunProgress(Observer):
         self.progress.update(self.bar, advance=1, note=f"round {row['round']}{self.metric}")
         self.progress.refresh()
 
+    def note(self, text: str) -> None:
+        console.print(f"[dim]{escape(text)}", highlight=False, soft_wrap=True)
+
     def warning(self, text: str) -> None:
-        errors.print(f"[yellow]warning:[/] {text}")
+        errors.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 class FederationProgress(RunProgress):

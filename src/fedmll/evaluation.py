@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,18 +38,21 @@ def predict(method: Method, model: nn.Module, data: Dataset, start: int, stop: i
     return torch.cat(scores)
 
 
-def evaluate_pooled(data: Federation, test: NDArray[np.float32], validation: NDArray[np.float32]) -> Evaluation:
-    """Every metric of the global model on the test data; F1 also at thresholds chosen on the validation data."""
+def evaluate_pooled(data: Federation, scores: Mapping[str, NDArray[np.float32]]) -> Evaluation:
+    """Every metric of the global model on the test data; F1 also at thresholds chosen on the validation data; each
+    client's own on what it holds out. `scores` by the names of `Federation.evaluated`."""
+    test = scores["test"]
+    validation = scores.get("validation", test[:0])
     thresholds = metrics.best_thresholds(validation, data.validation.labels) if len(validation) else None
     report = metrics.evaluate(test, data.test.labels, data.test.classes, thresholds)
     values, clients = dict(report.values), None
     if bool(((data.test.labels == 1).sum(1) == 1).all()):
         values["accuracy"], report.per_class["accuracy"] = metrics.accuracy(test, data.test.labels)
     if len(validation):
-        held_out = metrics.evaluate(validation, data.validation.labels, data.validation.classes).values
-        values |= {f"val_{name}": held_out[name] for name in ("macro_auc", "map", "macro_f1")}
-        if data.validation_owner is not None:
-            owner = data.validation_owner
-            clients = metrics.per_client(validation, data.validation.labels, owner, data.validation.classes)
-            values |= clients.values
+        found = metrics.evaluate(validation, data.validation.labels, data.validation.classes).values
+        values |= {f"val_{name}": found[name] for name in ("macro_auc", "map", "macro_f1")}
+    held_out = scores.get("held-out", validation)
+    if len(held_out) and len(data.held_out):
+        clients = metrics.per_client(held_out, data.held_out.labels, data.held_out_owner, data.held_out.classes)
+        values |= clients.values
     return Evaluation(values, report, clients)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from fedmll import methods
 from fedmll.data.reading import Reading
@@ -21,7 +21,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 DEFAULT_CLIENTS = 10
-SAY_CLIENTS = ("folder:", "packed:")  # data that may say which client a sample belongs to
+SAY_CLIENTS = ("folder", "packed")  # sources that may say which client a sample belongs to
+AUTO = "auto"
+COMPOSITE = "ml-"
 
 
 class Section(BaseModel):
@@ -49,6 +51,32 @@ class Data(Section):
     top_classes: Count | None = None  # keep only the most frequent classes
     limit: Count | None = None  # keep only so many training samples (drawn by the seed)
 
+    @model_validator(mode="after")
+    def _anchor(self) -> Data:
+        """Paths become absolute, so that a run can go on from another folder."""
+        if self.root is not None:
+            self.__dict__["root"] = self.root.expanduser().absolute()
+        kind, colon, file = self.name.partition(":")
+        path = Path(file).expanduser()
+        if colon and path.exists():  # else it may lie in the root
+            self.__dict__["name"] = f"{kind}:{path.absolute()}"
+        return self
+
+    @property
+    def source(self) -> str:
+        """The source alone: `cifar10` of `ml-cifar10`, `packed` of `packed:FILE.npz`."""
+        return self.name.removeprefix(COMPOSITE).partition(":")[0]
+
+    @property
+    def composite(self) -> bool:
+        return self.name.startswith(COMPOSITE)
+
+    @property
+    def label(self) -> str:
+        """The name for a person: without the folders of a file."""
+        kind, colon, file = self.name.partition(":")
+        return f"{kind}{colon}{Path(file).name}"
+
     @property
     def reading(self) -> Reading:
         return Reading(self.classes, self.ignore, self.group, self.window, self.skip_unreadable)
@@ -69,7 +97,8 @@ class Partition(Section):
     outside: Literal["drop", "withhold", "negative"] = "drop"  # a sample that fits no client
     labels_per_client: Count = 2
     minimum: Count | None = None  # smallest client; default: one batch, or less if there are too few samples
-    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share of its samples that a client keeps for validation
+    # share of its samples that a client keeps for validation; auto: 0.1, or none where the source has validation data
+    holdout: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = "auto"
     server: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the training samples that the server holds, unlabelled
 
 
@@ -86,6 +115,12 @@ class Model(Section):
     norm: Literal["batch", "group"] = "batch"
     stem: Literal["auto", "cifar", "imagenet"] = "auto"  # of resnet18
     weights: Path | None = None  # initial weights: .safetensors or .pth (resnet18), a folder or hub name (vit)
+
+    @model_validator(mode="after")
+    def _anchor(self) -> Model:
+        if self.weights is not None and self.weights.expanduser().exists():
+            self.__dict__["weights"] = self.weights.expanduser().absolute()
+        return self
 
 
 class Training(Section):
@@ -147,27 +182,37 @@ class Experiment(Section):
     engine: Engine = Engine()
     sites: Sites | None = None
 
+    _asked: dict[str, Any] = PrivateAttr(default_factory=dict)  # what was said; the rest is defaults and rules
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
     @model_validator(mode="after")
     def _fill_in(self) -> Experiment:
-        """Write every default out, so that the saved file says all, and refuse what cannot work together."""
+        """Write every default out and decide every "auto" that needs no data, so that the saved file says all; refuse
+        what cannot work together."""
         method = methods.find(self.method.name)
-        options = _validated(method.Options, self.method.options, "method")
+        self.__dict__["method"] = MethodSection(name=self.method.name, **method.named(self.method.options))
+        self._asked = self.model_dump(exclude_unset=True)
+        options = _validated(method.options_class(self.method.options), self.method.options, "method")
+        found = method.resolve(options, self)
+        self._notes = tuple(f"method.{name} = {value} ({why})" for name, (value, why) in found.items())
+        options = options.model_copy(update={name: value for name, (value, _) in found.items()})
         self.__dict__["method"] = MethodSection(name=self.method.name, **options.model_dump())
-        features = self.data.name.startswith("features:")
-        if self.model.backbone == "auto":
+        features = self.data.source == "features"
+        if self.model.backbone == AUTO:
             self.model.backbone = "mlp" if features else "convnet"
         if (self.model.backbone == "mlp") != features:
             raise ConfigError(
-                f"model.backbone = '{self.model.backbone}' does not fit data.name = '{self.data.name}': mlp is for "
+                f"model.backbone = '{self.model.backbone}' does not fit data.name = '{self.data.label}': mlp is for "
                 "feature vectors (features:FILE.npz), the other backbones are for images."
             )
-        if self.partition.clients is None and self.partition.kind not in ("natural", "auto"):
+        if self.partition.clients is None and self.partition.kind not in ("natural", AUTO):
             self.partition.clients = DEFAULT_CLIENTS
-        if self.training.keep == "auto":
+        if self.training.keep == AUTO:
             self.training.keep = method.keep
         _ = self.data.reading  # refuses what is no window, and columns named twice
         clients, count = self.partition.clients, self.participation.count
-        if clients is None and self.partition.kind == "auto" and not self.data.name.startswith(SAY_CLIENTS):
+        says_clients = self.data.source in SAY_CLIENTS and not self.data.composite
+        if clients is None and self.partition.kind == AUTO and not says_clients:
             clients = DEFAULT_CLIENTS
         if clients and count and count > clients:
             raise ConfigError(
@@ -176,6 +221,14 @@ class Experiment(Section):
             )
         method.check(self)
         return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Experiment) and self.model_dump() == other.model_dump()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a rule decided, for the person who left it open."""
+        return self._notes
 
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Experiment:
@@ -187,20 +240,56 @@ class Experiment(Section):
         return cls.make(merged(read_toml(path), overrides or {}))
 
     def changed(self, overrides: Mapping[str, Any]) -> Experiment:
-        """The same experiment with some `section.key` values changed. Another method starts from its own options."""
-        values = self.model_dump(exclude_none=True)
+        """The same experiment with some `section.key` values changed: what was left open is decided anew, and another
+        method starts from its own options."""
+        values = dict(self._asked)
         if overrides.get("method.name", self.method.name) != self.method.name:
             values["method"] = {}
-            if self.training.keep == methods.find(self.method.name).keep:
-                values["training"]["keep"] = "auto"
         return self.make(merged(values, overrides))
+
+    def settled(self, found: Mapping[str, Any], notes: Iterable[str] = ()) -> Experiment:
+        """This experiment with what its data decides (`section.key`), where it is still open."""
+        values = self.model_dump(exclude_none=True)
+        known = _flat(values)
+        settled = self.make(merged(values, {key: v for key, v in found.items() if known.get(key, AUTO) == AUTO}))
+        settled._asked, settled._notes = self._asked, (*self._notes, *notes)
+        return settled
+
+    def differs(self, saved: Experiment) -> list[str]:
+        """The keys in which a saved experiment is not this one. What is still open here may be anything there."""
+        ours, theirs = _flat(self.model_dump(mode="json")), _flat(saved.model_dump(mode="json"))
+        return [
+            key
+            for key in sorted(ours.keys() | theirs.keys())
+            if not key.startswith("engine.")
+            and key != "data.root"
+            and ours.get(key) not in (None, AUTO)
+            and ours[key] != theirs.get(key)
+        ]
+
+    def depends_on_rounds(self, rounds: int) -> dict[str, tuple[Any, Any]]:
+        """The method's options that a rule set from the number of rounds, and what it would give for another number:
+        (now, then)."""
+        method = methods.find(self.method.name)
+        left = method.opened(self.method.options)
+        open_options = method.options_class(left)(**left)
+        now = method.resolve(open_options, self)
+        other = self.model_copy(update={"training": self.training.model_copy(update={"rounds": rounds})})
+        then = method.resolve(open_options, other)
+        return {
+            f"method.{name}": (value, then[name][0])
+            for name, (value, _) in now.items()
+            if self.method.options.get(name) == value != then[name][0]
+        }
 
     def to_toml(self) -> str:
         return tomli_w.dumps(json.loads(self.model_dump_json(exclude_none=True)))
 
     def fingerprint(self) -> str:
-        """What the result depends on, as a hash: not the engine, and not where the data lies."""
-        values = self.model_dump(mode="json", exclude={"engine": True, "data": {"root"}})
+        """What the weights of a round depend on, as a hash: not the engine, not where the data lies (its contents have
+        a digest of their own), not how many rounds follow."""
+        values = self.model_dump(mode="json", exclude={"engine": True, "data": {"root"}, "training": {"rounds"}})
+        values["data"]["name"] = self.data.label
         if values["sites"] is None:
             del values["sites"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -229,6 +318,14 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
                 raise ConfigError(f"'{path}' cannot be set: '{name}' is a value, not a section.")
         place[key] = value
     return result
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as `section.key`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def _validated(model: type[M], values: Mapping[str, Any], prefix: str = "") -> M:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from fedmll.client import Client, Peer, Task
 from fedmll.data import annotate, participation, sources
 from fedmll.data.cache import Progress, silent
 from fedmll.data.dataset import UNKNOWN, Dataset, Splits
+from fedmll.data.digest import Facts, facts_of
 from fedmll.data.partition import Partition, partition
 from fedmll.data.targets import whole_groups
 from fedmll.errors import ConfigError
@@ -22,22 +25,49 @@ from fedmll.methods.base import Method
 from fedmll.models.flat import FlatWeights
 from fedmll.seeding import numpy_generator
 
+HOLDOUT = 0.1  # the share that clients hold out where the source has no validation data
+SMALL_IMAGES = 64  # pixels: up to these a ResNet has the stem made for CIFAR
+
 
 @dataclass(frozen=True)
 class Federation:
-    experiment: Experiment
-    train: Dataset  # targets as the clients annotate them
+    experiment: Experiment  # with everything decided that its data decides
+    train: Dataset  # of the clients: targets as they annotate them
     truth: NDArray[np.int8]  # targets as the source has them
     test: Dataset
     validation: Dataset  # the source's own, or what the clients hold out together
-    validation_owner: NDArray[np.int64] | None  # client of each validation sample, where clients hold it out
+    held_out: Dataset  # what the clients hold out together, client after client
+    held_out_owner: NDArray[np.int64]  # client of each held-out sample
     names: tuple[str, ...]
     samples: tuple[NDArray[np.int64], ...]  # training samples of each client
     annotated: NDArray[np.bool_]  # (clients, classes)
     allowed: NDArray[np.bool_]  # (clients, classes): what the partition lets a client show
     report: dict[str, int]  # samples that the partition's rules touched
     server: Dataset | None  # samples that the server holds (partition.server)
+    source: Dataset  # all training data with its true targets, whoever has it
+    pooled_rows: NDArray[np.int64]  # what an upper bound trains on: all of `source` that is not held out
+    decided: Mapping[str, Any]  # `section.key`: what the data decides where an experiment leaves it open
     notes: tuple[str, ...] = ()  # what the user should know of how the data was read
+
+    def of(self, experiment: Experiment) -> Federation:
+        """The same data for another experiment (another method, other training)."""
+        return replace(self, experiment=experiment.settled(self.decided, self.notes))
+
+    @cached_property
+    def facts(self) -> dict[str, Facts]:
+        """What the data is, to be recognised again."""
+        parts = {"training": self.source, "test": self.test}
+        return facts_of(parts if self.validation is self.held_out else parts | {"validation": self.validation})
+
+    @cached_property
+    def pooled(self) -> Dataset:
+        return self.source.subset(self.pooled_rows)
+
+    @property
+    def evaluated(self) -> dict[str, Dataset]:
+        """What the global model is measured on. Held-out data that is the validation data is predicted once."""
+        found = {"test": self.test, "validation": self.validation}
+        return found if self.held_out is self.validation else found | {"held-out": self.held_out}
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -63,8 +93,7 @@ class Federation:
     def client(self, peer: Peer, round: int, method: Method, model: nn.Module, weights: FlatWeights) -> Client:
         """A client as its method sees it in one round. A pooled method has one client with everything."""
         if method.pooled:
-            data = self.train.with_labels(self.truth).subset(np.concatenate(self.samples))
-            return Client(method.task, peer.name, round, data, peer.owned, peer.owned, model, weights)
+            return Client(method.task, peer.name, round, self.pooled, peer.owned, peer.owned, model, weights)
         data, annotated = self.train.subset(self.samples[peer.index]), torch.tensor(self.annotated[peer.index])
         return Client(method.task, peer.name, round, data, annotated, peer.owned, model, weights)
 
@@ -82,10 +111,17 @@ class Federation:
 
 def build(experiment: Experiment, progress: Progress = silent) -> Federation:
     """Load the data and divide it, all from the seed. The result's experiment says what the data decided."""
-    splits = _load(experiment, progress)
-    experiment = resolved(experiment, splits)
-    splits = _narrowed(experiment, splits)
-    clients_data, server = _server_share(experiment, splits.train)
+    splits = _narrowed(experiment, _load(experiment, progress))
+    decided = decisions(
+        splits.train.sample_shape,
+        splits.validation is not None,
+        splits.train.groups is not None,
+        splits.size,
+        splits.window,
+    )
+    experiment = experiment.settled(decided, splits.notes)
+    own, servers = _server_share(experiment, splits.train)
+    clients_data = splits.train.subset(own)
     divided = divide(experiment, clients_data)
     known = annotate.annotate(
         experiment.annotation.kind,
@@ -101,38 +137,49 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
         known = known & np.array([(labels[rows] != UNKNOWN).any(0) for rows in divided.clients])
     train = clients_data.with_labels(labels)
     samples, held_out = _hold_out(experiment, divided, clients_data)
-    validation, owner = splits.validation, None
-    if validation is None:
-        rows = np.concatenate(held_out)
-        validation, owner = train.subset(rows), np.repeat(np.arange(len(held_out)), [len(h) for h in held_out])
+    held_rows = np.concatenate(held_out)
+    held = train.subset(held_rows)
     return Federation(
         experiment,
         train,
         divided.labels,
         splits.test,
-        validation,
-        owner,
+        held if splits.validation is None else splits.validation,
+        held,
+        np.repeat(np.arange(len(held_out)), [len(rows) for rows in held_out]),
         divided.names,
         samples,
         known,
         divided.allowed,
         divided.report,
-        server,
+        splits.train.subset(servers) if len(servers) else None,
+        splits.train,
+        np.setdiff1d(np.arange(len(splits.train)), own[held_rows]),
+        decided,
         splits.notes,
     )
 
 
-def resolved(experiment: Experiment, splits: Splits) -> Experiment:
-    """The experiment with what only the data could say: natural clients or not, the images' size, their range."""
-    found: dict[str, Any] = {}
-    if experiment.partition.kind == "auto":
-        found["partition.kind"] = "dirichlet" if splits.train.groups is None else "natural"
-    if splits.size is not None:
-        height, width = splits.size
-        found["data.size"] = height if height == width else splits.size
-    if splits.window is not None:
-        found["data.window"] = splits.window
-    return experiment.changed(found)
+def decisions(
+    shape: tuple[int, ...],
+    has_validation: bool,
+    has_clients: bool,
+    size: tuple[int, int] | None = None,
+    window: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    """What is decided by the data, where the experiment leaves it open: who holds out, which stem a ResNet has, who the
+    clients are, the size of images (of a composite: of its source's) and the window of deep ones."""
+    small = len(shape) == 3 and shape[1] <= SMALL_IMAGES
+    found: dict[str, Any] = {
+        "partition.holdout": 0.0 if has_validation else HOLDOUT,
+        "model.stem": "cifar" if small else "imagenet",
+        "partition.kind": "natural" if has_clients else "dirichlet",
+    }
+    if size is not None:
+        found["data.size"] = size[0] if size[0] == size[1] else size
+    if window is not None:
+        found["data.window"] = window
+    return found
 
 
 def _load(experiment: Experiment, progress: Progress) -> Splits:
@@ -140,13 +187,13 @@ def _load(experiment: Experiment, progress: Progress) -> Splits:
     return sources.load(data.name, data.root, data.size, experiment.seed, data.composition, progress, data.reading)
 
 
-def _server_share(experiment: Experiment, train: Dataset) -> tuple[Dataset, Dataset | None]:
-    """What is left for the clients, and the server's own samples."""
+def _server_share(experiment: Experiment, train: Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which training samples are for the clients, and which are the server's own."""
     count = int(experiment.partition.server * len(train))
     if not count:
-        return train, None
+        return np.arange(len(train)), np.arange(0)
     shuffled = numpy_generator(experiment.seed, "server").permutation(len(train))
-    return train.subset(np.sort(shuffled[count:])), train.subset(np.sort(shuffled[:count]))
+    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
 
 def divide(experiment: Experiment, train: Dataset) -> Partition:
@@ -175,7 +222,7 @@ def _hold_out(
     experiment: Experiment, divided: Partition, train: Dataset
 ) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
     """Each client keeps a share of its samples for validation; a client with too few keeps none."""
-    share, samples, held_out = experiment.partition.holdout, [], []
+    share, samples, held_out = float(experiment.partition.holdout), [], []
     if experiment.data.group is not None and train.patients is not None:
         return _hold_out_patients(experiment, divided, train.patients)
     for name, rows in zip(divided.names, divided.clients, strict=True):
@@ -189,7 +236,7 @@ def _hold_out_patients(
     experiment: Experiment, divided: Partition, patients: NDArray[np.str_]
 ) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
     """A patient whom one client holds out is held out by every client: no other trains on his images."""
-    share = experiment.partition.holdout
+    share = float(experiment.partition.holdout)
     _, number = np.unique(patients, return_inverse=True)
     chosen = np.zeros(number.max(initial=0) + 1, dtype=bool)
     for name, rows in zip(divided.names, divided.clients, strict=True):

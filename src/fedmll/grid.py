@@ -111,10 +111,11 @@ class Grid:
         experiment = self.base.changed(overrides)
         cell = Cell(variant, seed, self.out / folder / f"seed-{seed}", experiment)
         saved = cell.folder / "experiment.toml"
-        if saved.is_file() and Experiment.load(saved).fingerprint() != experiment.fingerprint():
+        different = experiment.differs(Experiment.load(saved)) if saved.is_file() else []
+        if different:
             raise ConfigError(
-                f"{cell.folder} holds another experiment; nothing was changed. Use another --out, or give the options "
-                "that this comparison was started with."
+                f"{cell.folder} holds another experiment ({', '.join(different)} differ); nothing was changed. Use "
+                "another --out, or give the options that this comparison was started with."
             )
         return cell
 

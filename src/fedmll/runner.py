@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import fcntl
-import io
-import json
 import logging
 import math
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +22,29 @@ from fedmll.checkpoint import Checkpoint
 from fedmll.engines.base import Engine, MakeEngine
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError, FedmllError, TooFewReplies
+from fedmll.evaluation import Evaluation
 from fedmll.experiment import Experiment
 from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
 from fedmll.methods.base import Reply
+from fedmll.run_folder import (
+    EXPERIMENT,
+    METRICS,
+    SUMMARY,
+    Row,
+    check_data,
+    check_vacant,
+    create,
+    experiment_in,
+    locked,
+    logging_to,
+    read_rows,
+    to_json,
+    write_csv,
+)
 
 SELECTION = "val_macro_auc"  # what "best on validation data" means, for early stopping and for tuning
 BEST = "best/"  # prefix of the best round's tensors in a checkpoint
-
-Row = dict[str, Any]
 
 
 class Observer:
@@ -47,6 +57,8 @@ class Observer:
     def client_done(self, round: int, done: int, total: int) -> None: ...
 
     def round_done(self, row: Row) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
     def warning(self, text: str) -> None: ...
 
@@ -76,57 +88,78 @@ def run(
     observer: Observer | None = None,
     prepared: Federation | None = None,
 ) -> Result:
-    """Run an experiment from round 1. With `out` it leaves a folder that `resume` can go on with."""
+    """Run an experiment from round 1. With `out` it leaves a folder that `resume` can go on with; a start that fails
+    (data that cannot be read, a model that cannot be built) leaves none."""
     observer = observer or Observer()
     if out is None:
         with tempfile.TemporaryDirectory() as folder:
-            return replace(_run(experiment, Path(folder), observer, prepared), folder=None)
-    create(Path(out), experiment)
-    return _run(experiment, Path(out), observer, prepared)
-
-
-def create(out: Path, experiment: Experiment) -> None:
-    """A new run's folder, which `resume` can start."""
-    if out.exists() and (not out.is_dir() or any(not files.is_leftover(path) for path in out.iterdir())):
-        raise ConfigError(
-            f"{out} is not empty; nothing was changed. Choose another --out, or go on with the run that is there by "
-            f"`fedmll resume {out}`."
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    files.write(out / "experiment.toml", experiment.to_toml())
+            return replace(run(experiment, Path(folder) / "run", observer=observer, prepared=prepared), folder=None)
+    out = Path(out)
+    check_vacant(out)
+    data = _divided(experiment, prepared, observer)
+    engine = LocalEngine(data, memory_folder(out))
+    with closing(engine):
+        create(out, data.experiment)
+        return _go(data, engine, out, observer)
 
 
 def resume(
     out: Path | str, *, observer: Observer | None = None, engine: dict[str, Any] | None = None,
-    prepared: Federation | None = None, make_engine: MakeEngine = LocalEngine,
+    rounds: int | None = None, data: dict[str, Any] | None = None, prepared: Federation | None = None,
+    make_engine: MakeEngine = LocalEngine,
 ) -> Result:  # fmt: skip
     """Go on with the run in a folder, from its last good checkpoint, to the same weights as if nothing had happened.
-    `engine` changes settings of that section, e.g. {"workers": 1}; `make_engine` is who trains."""
-    out = Path(out)
-    experiment = experiment_in(out, {f"engine.{key}": value for key, value in (engine or {}).items()})
-    return _run(experiment, out, observer or Observer(), prepared, make_engine)
+
+    engine        changes settings of that section, e.g. {"workers": 1}
+    rounds        go on to this round instead, also from the end of a finished run
+    data          where the data lies now: {"root": …} or {"name": …}; it must be the same data
+    make_engine   who trains
+    """
+    out, observer = Path(out), observer or Observer()
+    before = experiment_in(out)
+    moved = {f"data.{key}": value for key, value in (data or {}).items()}
+    longer = {} if rounds is None else {"training.rounds": rounds}
+    experiment = experiment_in(out, {f"engine.{k}": v for k, v in (engine or {}).items()} | moved | longer)
+    checkpoint.check_owner(out / "checkpoint", experiment.fingerprint())
+    divided = _divided(experiment, prepared, observer)
+    with closing(make_engine(divided, memory_folder(out))) as worker:
+        return _go(divided, worker, out, observer, before)
 
 
-def experiment_in(out: Path, overrides: dict[str, Any] | None = None) -> Experiment:
-    """The experiment of a run's folder."""
-    file = out / "experiment.toml"
-    if not file.is_file():
-        raise ConfigError(f"{out} holds no run: it has no experiment.toml. Start one by `fedmll run --out {out}`.")
-    return Experiment.load(file, overrides)
+def memory_folder(out: Path) -> Path:
+    return out / "checkpoint" / "memory"
 
 
-def _run(
-    experiment: Experiment,
-    out: Path,
-    observer: Observer,
-    prepared: Federation | None,
-    make_engine: MakeEngine = LocalEngine,
-) -> Result:
-    with _locked(out), _logging(out) as log:
+def _divided(experiment: Experiment, prepared: Federation | None, observer: Observer) -> Federation:
+    return federation.build(experiment, observer.preparing) if prepared is None else prepared.of(experiment)
+
+
+def _change(out: Path, before: Experiment, experiment: Experiment, observer: Observer) -> None:
+    """Other rounds, or another place of the data, for a run that has begun."""
+    if (before.training.rounds, before.data) == (experiment.training.rounds, experiment.data):
+        return
+    rounds, done = experiment.training.rounds, len(read_rows(out / METRICS))
+    if rounds < done:
+        raise ConfigError(f"The run in {out} has done {done} rounds already; --rounds {rounds} is less than that.")
+    for key, (value, then) in before.depends_on_rounds(rounds).items():
+        observer.warning(
+            f"{key} = {value} was set from {before.training.rounds} rounds and stays; a run of {rounds} rounds from "
+            f"the start would have {then}, and another result."
+        )
+    if rounds != before.training.rounds:
+        (out / SUMMARY).unlink(missing_ok=True)  # it is no longer the result; first, so that a kill leaves no wrong one
+    files.write(out / EXPERIMENT, experiment.to_toml())
+
+
+def _go(data: Federation, engine: Engine, out: Path, observer: Observer, before: Experiment | None = None) -> Result:
+    with locked(out), logging_to(out) as log:
         for path in filter(files.is_leftover, out.rglob("*")):
             path.unlink()
         try:
-            result = _Run(experiment, out, observer, log, prepared).go(make_engine)
+            check_data(out, data.facts)
+            if before is not None:
+                _change(out, before, data.experiment, observer)
+            result = _Run(data, engine, out, observer, log).go()
         except (FedmllError, KeyboardInterrupt) as error:
             log.error("stopped: %s", str(error) or "interrupted")
             raise
@@ -135,29 +168,25 @@ def _run(
 
 
 class _Run:
-    def __init__(
-        self, experiment: Experiment, out: Path, observer: Observer, log: logging.Logger, prepared: Federation | None
-    ) -> None:
-        self.experiment, self.out, self.observer, self.log = experiment, out, observer, log
-        if prepared is None:
-            prepared = federation.build(experiment, observer.preparing)
-        self.federation = replace(prepared, experiment=experiment)
+    def __init__(self, data: Federation, engine: Engine, out: Path, observer: Observer, log: logging.Logger) -> None:
+        self.federation, self.engine, self.out, self.observer, self.log = data, engine, out, observer, log
+        self.experiment = data.experiment
         self.checkpoints = out / "checkpoint"
         self.rows: list[Row] = []
         self.best: dict[str, float] = {}
         self.best_tensors: Tensors = {}
+        self.evaluations: dict[int, Evaluation] = {}  # of the latest and the best round
 
-    def go(self, make_engine: MakeEngine) -> Result:
-        self.engine: Engine = make_engine(self.federation, self.checkpoints / "memory")
-        try:
-            state, first = self._resumed()
-            self.observer.started(self.experiment, self.federation, first)
-            self.log.info("%s from round %d of %d", self.experiment.method.name, first, self.experiment.training.rounds)
-            for number in range(first, self.experiment.training.rounds + 1):
-                state = self._round(state, number)
-            return self._finish(state)
-        finally:
-            self.engine.close()
+    def go(self) -> Result:
+        state, first = self._resumed()
+        self.observer.started(self.experiment, self.federation, first)
+        self.log.info("%s from round %d of %d", self.experiment.method.name, first, self.experiment.training.rounds)
+        for text in self.experiment.notes:
+            self.log.info(text)
+            self.observer.note(text)
+        for number in range(first, self.experiment.training.rounds + 1):
+            state = self._round(state, number)
+        return self._finish(state)
 
     def _resumed(self) -> tuple[Tensors, int]:
         """The state to start from, and the round to start with."""
@@ -173,8 +202,8 @@ class _Run:
             state = {k: t for k, t in found.state.items() if not k.startswith(BEST)}
             self.engine.memory.latest = dict(found.memories)
         self.engine.memory.keep_only(checkpoint.memories(self.checkpoints))
-        self.rows = [row for row in read_rows(self.out / "metrics.jsonl") if row["round"] <= last]
-        files.write(self.out / "metrics.jsonl", "".join(to_json(row) + "\n" for row in self.rows))
+        self.rows = [row for row in read_rows(self.out / METRICS) if row["round"] <= last]
+        files.write(self.out / METRICS, "".join(to_json(row) + "\n" for row in self.rows))
         return state, last + 1
 
     def _round(self, state: Tensors, number: int) -> Tensors:
@@ -215,8 +244,11 @@ class _Run:
         setting = self.experiment.engine
         last = number == self.experiment.training.rounds
         if last or number % setting.evaluate_every == 0:
-            row |= engine.evaluate(method.deploy(state)).values
+            evaluation = engine.evaluate(method.deploy(state))
+            row |= evaluation.values
             self._remember_best(row, state)
+            kept = int(self.best.get("round", 0))
+            self.evaluations = {number: evaluation} | {r: e for r, e in self.evaluations.items() if r == kept}
         row["seconds"] = round(time.perf_counter() - begin, 4)
         self._write_down(row, {k: v for k, v in method.records.items() if isinstance(v, Tensor)})
         if last or number % setting.checkpoint_every == 0:
@@ -234,7 +266,7 @@ class _Run:
 
     def _write_down(self, row: Row, records: Tensors) -> None:
         self.rows.append(row)
-        with (self.out / "metrics.jsonl").open("a") as file:
+        with (self.out / METRICS).open("a") as file:
             file.write(to_json(row) + "\n")
         if records:
             path = self.out / "records" / f"{row['round']:06d}.safetensors"
@@ -254,20 +286,22 @@ class _Run:
         engine, data = self.engine, self.federation
         message = Message(self.best_tensors) if self.best_tensors else engine.method.deploy(state)
         kept = int(self.best["round"]) if self.best_tensors else self.experiment.training.rounds
-        found = engine.evaluate(message)
+        found = self.evaluations.get(kept) or engine.evaluate(message)  # not twice: between machines it is an exchange
         report, clients = found.report, found.clients
         weights = engine.weights.named(message.tensors)
         with files.replacing(self.out / "model.safetensors") as temporary:
             save_file({k: t.contiguous() for k, t in weights.items()}, temporary)
+        trained = len(data.pooled_rows) if engine.method.pooled else int(data.sizes.sum())
         summary = {
             "method": self.experiment.method.name,
-            "data": self.experiment.data.name,
+            "data": self.experiment.data.label,
             "seed": self.experiment.seed,
             "round": kept,
             "rounds": self.experiment.training.rounds,
             "clients": len(data.names),
             "classes": list(data.train.classes),
-            "samples": {"train": int(data.sizes.sum()), "validation": len(data.validation), "test": len(data.test)},
+            "samples": {"train": trained, "validation": len(data.validation), "test": len(data.test)},
+            "notes": list(self.experiment.notes),
             "partition": data.report,
             "parameters": engine.weights.parameter_end,
             "seconds": round(sum(row["seconds"] for row in self.rows), 3),
@@ -276,75 +310,12 @@ class _Run:
             "metrics": found.values,
             "left_out": report.left_out,
         }
-        files.write(self.out / "summary.json", to_json(summary, indent=2) + "\n")
+        files.write(self.out / SUMMARY, to_json(summary, indent=2) + "\n")
         per_class = {"class": np.array(data.test.classes), **report.per_class}
-        _write_csv(self.out / "per_class.csv", per_class)
+        write_csv(self.out / "per_class.csv", per_class)
         per_client: dict[str, NDArray[Any]] = {}
         if clients is not None:
             per_client = {**clients.table, "client": np.array(data.names)[clients.table["client"]]}
-            _write_csv(self.out / "per_client.csv", per_client)
-        self.log.info("finished: %s", self.out / "summary.json")
+            write_csv(self.out / "per_client.csv", per_client)
+        self.log.info("finished: %s", self.out / SUMMARY)
         return Result(self.experiment, self.out, self.rows, summary, weights, per_class, per_client)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl; a last line that was cut off by a kill is left out."""
-    rows: list[Row] = []
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return rows
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: an undefined metric is null."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: plain(inner) for key, inner in item.items()}
-        if isinstance(item, list | tuple):
-            return [plain(inner) for inner in item]
-        return None if isinstance(item, float) and not math.isfinite(item) else item
-
-    return json.dumps(plain(value), indent=indent, allow_nan=False)
-
-
-def _write_csv(path: Path, columns: dict[str, NDArray[Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    for values in zip(*columns.values(), strict=True):
-        writer.writerow([f"{v:.4f}" if isinstance(v, np.floating) else v for v in values])
-    files.write(path, text.getvalue())
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """One process a run's folder. The lock goes with the process, however it ends; its workers do not inherit it
-    (a record lock: with flock, a worker that outlives a killed parent by a moment would still hold it)."""
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"Another process is running the experiment in {out}; wait for it or stop it first."
-            ) from None
-        yield
-
-
-@contextmanager
-def _logging(out: Path) -> Iterator[logging.Logger]:
-    log = logging.getLogger(f"fedmll.run.{out.resolve()}")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    handler = logging.FileHandler(out / "log.txt")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    try:
-        yield log
-    finally:
-        log.removeHandler(handler)
-        handler.close()

@@ -33,6 +33,10 @@ class Together(Observer):
         for observer in self.observers:
             observer.round_done(row)
 
+    def note(self, text: str) -> None:
+        for observer in self.observers:
+            observer.note(text)
+
     def warning(self, text: str) -> None:
         for observer in self.observers:
             observer.warning(text)

@@ -15,7 +15,7 @@ from fedmll.errors import ReplyRefused
 from fedmll.federation import build
 from fedmll.message import Message
 from fedmll.methods import find
-from fedmll.methods.base import Method, WeightedMean, refuse_unlike
+from fedmll.methods.base import Like, Method, WeightedMean, refuse_unlike
 from fedmll.methods.fedprox import add_proximal_gradient
 from fedmll.runner import run
 
@@ -130,18 +130,21 @@ def test_weighted_mean_of_nothing_is_refused() -> None:
     [
         (Message({}), "lacks weights"),
         (Message({"weights": torch.zeros(3), "extra": torch.zeros(1)}), "unknown key extra"),
-        (Message({"weights": torch.zeros(2)}), r"\(2,\), not"),
-        (Message({"weights": torch.zeros(3, dtype=torch.float64)}), "float64"),
-        (Message({"weights": torch.tensor([1.0, float("nan"), 0.0])}), "NaN or infinite"),
-        (Message({"weights": torch.full((3,), 1e3)}), "norm 1.73e"),
+        (Message({"weights": torch.zeros(2)}, {"samples": 5.0}), r"\(2,\), not"),
+        (Message({"weights": torch.zeros(3, dtype=torch.float64)}, {"samples": 5.0}), "float64"),
+        (Message({"weights": torch.tensor([1.0, float("nan"), 0.0])}, {"samples": 5.0}), "NaN or infinite"),
+        (Message({"weights": torch.full((3,), 1e3)}, {"samples": 5.0}), "norm 1.73e.*at most 20"),
+        (Message({"weights": torch.tensor([20.0, 0.0, 0.0])}, {"samples": 5.0}), None),
         (Message({"weights": torch.zeros(3)}, {"samples": float("inf")}), "not finite"),
+        (Message({"weights": torch.zeros(3)}, {"loss": 1.0}), "how many samples"),
+        (Message({"weights": torch.zeros(3)}, {"samples": 0.0}), "how many samples"),
         (Message({"weights": torch.zeros(3)}, {"samples": 5.0}), None),
     ],
 )
 def test_replies_unlike_what_was_sent_are_refused(reply: Message, reason: str | None) -> None:
     import re
 
-    found = refuse_unlike({"weights": torch.zeros(3)}, reply)
+    found = refuse_unlike({"weights": Like.sent(torch.zeros(3))}, reply)
     assert (found is None) if reason is None else re.search(reason, found or "")
 
 

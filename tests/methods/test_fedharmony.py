@@ -217,25 +217,27 @@ def test_what_is_refused(method_of: Any) -> None:
     method = method_of()
     sent = method.send(method.merge(START, FIRST, 1), peer(1), 2)
     _, good = next(iter(SECOND))
-    assert method.refuse(sent, good) is None
+    assert method.refuse(sent, good, 2) is None
 
     def refused(**tensors: Tensor) -> str:
-        return str(method.refuse(sent, Message(good.tensors | tensors, good.numbers)))
+        return str(method.refuse(sent, Message(good.tensors | tensors, good.numbers), 2))
 
     lopsided = good["correlation"].clone()
     lopsided[0, 1] += 0.1
     assert "symmetric" in refused(correlation=lopsided)
-    assert "symmetric" in refused(correlation=good["correlation"] * 1.1)
+    assert "correlation holds values outside" in refused(correlation=good["correlation"] * 1.1)
     assert "correlation is" in refused(correlation=torch.zeros(3, 3))
     assert "correlation holds NaN" in refused(correlation=good["correlation"] * torch.nan)
-    assert "blocks are not numbers" in refused(blocks=good["blocks"] + 7)
+    assert "blocks holds values outside [0, 9]" in refused(blocks=good["blocks"] + 7)
     assert "unknown key" in refused(consensus=good["correlation"])
-    assert "lacks blocks, correlation" in str(method.refuse(sent, Message({"weights": torch.zeros(3)}, good.numbers)))
-    assert "samples" in str(method.refuse(sent, Message(good.tensors, {"samples": 0.0})))
+    assert "lacks blocks, correlation" in str(
+        method.refuse(sent, Message({"weights": torch.zeros(3)}, good.numbers), 2)
+    )
+    assert "samples" in str(method.refuse(sent, Message(good.tensors, {"samples": 0.0}), 2))
     first = Message({k: t for k, t in good.tensors.items() if k != "blocks"}, good.numbers)
-    assert method.refuse(Message(START), first) is None  # round 1: no consensus, no blocks
+    assert method.refuse(Message(START), first, 1) is None  # round 1: no consensus, no blocks
     off = method_of(alignment=False, aggregation=False)
-    assert off.refuse(Message(START), Message(START, {"samples": 1.0})) is None
+    assert off.refuse(Message(START), Message(START, {"samples": 1.0}), 1) is None
 
 
 # The client
@@ -290,7 +292,7 @@ def test_a_reply_holds_the_trained_models_correlations(small_federation: Federat
     assert np.allclose(reply["correlation"], expected, atol=1e-6)
     sent = engine.method.send(before, client, 2)
     assert torch.equal(reply["blocks"], spectral_blocks(sent["consensus"], 4, derive(0, "blocks")))
-    assert engine.method.refuse(sent, reply) is None
+    assert engine.method.refuse(sent, reply, 2) is None
 
 
 def test_blocks_off_is_one_block_of_all_labels(small_federation: Federation, tmp_path: Path) -> None:

@@ -80,12 +80,12 @@ def test_prior_in_logit_space_is_the_ratio_of_eq_3(positives: int) -> None:
     z = np.linspace(-8, 8, 41)
     p, prior = expit(z), positives / 100
     ratio = p * prior / (p * prior + (1 - p) * (1 - prior))
-    moved = expit(z + fedmlp.log_prior_odds(torch.tensor([positives]), 100).double().numpy())
+    moved = expit(z + fedmlp.log_prior_odds(torch.tensor([positives]), torch.tensor([100]), 100).double().numpy())
     np.testing.assert_allclose(moved, ratio, rtol=1e-5)
 
 
 def test_prior_is_finite_at_the_extremes() -> None:
-    odds = fedmlp.log_prior_odds(torch.tensor([0, 10]), 10)
+    odds = fedmlp.log_prior_odds(torch.tensor([0, 10]), torch.tensor([10, 10]), 10)
     np.testing.assert_allclose(odds.numpy(), [np.log(1 / 19), np.log(19)], rtol=1e-5)  # π = 1/20 and 19/20
     for z in (-50.0, 50.0):
         for y in (0.0, 1.0):
@@ -105,7 +105,7 @@ def test_wpc_loss_over_the_known_entries_of_two_views() -> None:
     batch, again = one_batch(client), one_batch(client)
     loss = method.loss(client.model, batch, local)
     labels = LABELS[batch.rows.numpy()]
-    prior = np.array([2 / 6, 1 / 12, 2 / 6])
+    prior = np.array([2 / 6, 1 / 12, 2 / 5])  # the last class has a blank: over the five that are known
     entries = []
     for _ in range(2):
         z = client.model(again.view("weak")).detach().numpy()
@@ -394,7 +394,7 @@ def test_a_class_that_nobody_knows_is_named_at_the_start() -> None:
 
 
 def test_bounds_in_the_wrong_order_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"method\.L = 0\.8"):
+    with pytest.raises(ConfigError, match=r"method\.low = 0\.8"):
         small(method__name="fedmlp", method__L=0.8)
 
 
@@ -405,7 +405,10 @@ def test_bounds_in_the_wrong_order_are_refused() -> None:
     ("change", "reason"),
     [
         ({}, None),
-        ({"difficulty": torch.tensor([0.1, 1.5, -1])}, "no shares"),
+        ({"difficulty": torch.tensor([0.1, -0.5, -1])}, "no shares"),
+        ({"difficulty": torch.tensor([0.1, 1.5, -1])}, "difficulty holds values outside [-1, 1]"),
+        ({"prototypes": torch.full((2, 3, 6), 1e5)}, None),
+        ({"prototypes": torch.full((2, 3, 6), -1e7)}, "prototypes holds values outside"),
         ({"difficulty": torch.tensor([0.1, 0.5])}, "difficulty is"),
         ({"prototypes": torch.zeros(2, 3, 7)}, "prototypes is"),
         ({"prototypes": torch.full((2, 3, 6), torch.nan)}, "NaN"),
@@ -419,14 +422,14 @@ def test_replies_that_are_refused(change: Tensors, reason: str | None) -> None:
     sent = Message({"weights": torch.zeros(5)})
     good = {"weights": torch.zeros(5), "prototypes": torch.zeros(2, 3, 6),
             "votes": torch.ones(2, 3, dtype=torch.bool), "difficulty": torch.tensor([-1.0, 0.0, 1.0])}  # fmt: skip
-    answer = method.refuse(sent, Message(good | change, {"samples": 3}))
+    answer = method.refuse(sent, Message(good | change, {"samples": 3}), 1)
     assert answer is None if reason is None else reason in str(answer)
 
 
 def test_a_reply_that_lacks_a_part_of_its_upload_is_refused() -> None:
     method, _ = make({}, LABELS)
-    reply = Message({"weights": torch.zeros(5), "prototypes": torch.zeros(2, 3, 6)})
-    assert "lacks" in str(method.refuse(Message({"weights": torch.zeros(5)}), reply))
+    reply = Message({"weights": torch.zeros(5), "prototypes": torch.zeros(2, 3, 6)}, {"samples": 3})
+    assert "lacks difficulty, votes" in str(method.refuse(Message({"weights": torch.zeros(5)}), reply, 1))
 
 
 def test_audit_counts_true_tags() -> None:

@@ -174,12 +174,13 @@ def test_regularisers_off_is_the_plain_loss() -> None:
 
 
 def test_lambda_of_the_paper() -> None:
-    data = build(nca())
-    assert find("fednca-ml")(data.task()).lambda_neg == 0.01
-    cifar = data.experiment.changed({"data.name": "ml-cifar10"})
-    task = data.task()
-    object.__setattr__(task, "experiment", cifar)
-    assert find("fednca-ml")(task).lambda_neg == 1.0
+    """Decided when the experiment is made, by the source: a file is not CIFAR-10 because its name sounds like it."""
+    assert nca().method.options["lambda_neg"] == 0.01
+    for name, expected in {"ml-cifar10": 1.0, "cifar10": 1.0, "packed:cifar100.npz": 0.01, "ml-digits": 0.01}.items():
+        made = nca(data__name=name)
+        assert made.method.options["lambda_neg"] == expected
+        assert f"lambda_neg = {expected}" in made.to_toml()
+    assert nca(data__name="ml-cifar10", method__lambda_neg=0.3).method.options["lambda_neg"] == 0.3
     assert nca().method.options["weights"] == "equal"
 
 

@@ -64,8 +64,9 @@ def federation_of(classes: tuple[str, ...], method: dict[str, Any]) -> Federatio
     rows = (np.arange(EACH), np.arange(EACH, 2 * EACH))
     nobody = test.subset(np.arange(0))
     return Federation(
-        experiment, train, labels[: 2 * EACH], test, nobody, None, ("us", "them"), rows, np.ones_like(owned), owned, {},
-        test,
+        experiment, train=train, truth=labels[: 2 * EACH], test=test, validation=nobody, held_out=nobody,
+        held_out_owner=np.zeros(0, np.int64), names=("us", "them"), samples=rows, annotated=np.ones_like(owned),
+        allowed=owned, report={}, server=test, source=train, pooled_rows=np.arange(2 * EACH), decided={},
     )  # fmt: skip
 
 

@@ -180,10 +180,10 @@ def test_rows_that_a_client_does_not_own_are_refused(change: int) -> None:
     sent = method.send(method.start(FlatWeights(method.model())), Peer(0, "k", owning("a", "b")), 1)
     reply = Message({"weights": torch.zeros(len(sent["weights"]) + change)}, {"samples": 1.0})
     many = f"{abs(change) // 6} {'more' if change > 0 else 'fewer'} classifier rows"
-    assert many in str(method.refuse(sent, reply))
-    assert method.refuse(sent, Message(dict(sent.tensors), {"samples": 1.0})) is None
-    assert "NaN" in str(method.refuse(sent, Message({"weights": sent["weights"] * torch.nan})))
-    assert "lacks" in str(method.refuse(sent, Message({})))
+    assert many in str(method.refuse(sent, reply, 1))
+    assert method.refuse(sent, Message(dict(sent.tensors), {"samples": 1.0}), 1) is None
+    assert "NaN" in str(method.refuse(sent, Message({"weights": sent["weights"] * torch.nan}, {"samples": 1.0}), 1))
+    assert "lacks" in str(method.refuse(sent, Message({}), 1))
 
 
 def test_a_client_without_a_label_of_its_own_is_named() -> None:

@@ -16,11 +16,11 @@ from fedmll.models.flat import FlatWeights
 
 
 class Memories(Protocol):
-    """Where clients' memories are: the newest round of each client, and which of all must be kept."""
+    """Where clients' memories are: the newest round of each client, and which of all must be kept (None: all)."""
 
     latest: dict[int, int]
 
-    def keep_only(self, versions: set[tuple[int, int]]) -> None: ...
+    def keep_only(self, versions: set[tuple[int, int]] | None) -> None: ...
 
 
 class Engine(Protocol):

@@ -21,7 +21,7 @@ from fedmll.errors import ConfigError, ReplyRefused
 from fedmll.evaluation import Evaluation, evaluate_pooled, predict
 from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
-from fedmll.methods import find
+from fedmll.methods import make
 from fedmll.methods.base import Reply
 from fedmll.models.flat import FlatWeights
 
@@ -36,11 +36,11 @@ class LocalEngine:
         self.federation = federation
         self.device = choose_device(setting.device)
         self.task = federation.task(self.device)
-        self.method = find(federation.experiment.method.name)(self.task)
+        self.method = make(self.task)
         self.model = self.method.model().to(self.device)
         self.weights = FlatWeights(self.model)
         self.memory = MemoryStore(memory_folder)
-        self.datasets = {"test": federation.test, "validation": federation.validation}
+        self.datasets = federation.evaluated
         self.bytes_down = self.bytes_up = 0
         self.peers = federation.peers(self.method)
         self.method.begin(self.peers)
@@ -72,7 +72,7 @@ class LocalEngine:
 
         for job, reply in self._run(jobs(), state):
             client = job.arguments[0]
-            reason = self.method.refuse(job.message, reply)
+            reason = self.method.refuse(job.message, reply, number)
             if reason is not None:
                 raise ReplyRefused(
                     f"The reply of {job.label} was refused: {reason}. If its training diverged, lower training.lr (now "
@@ -83,7 +83,7 @@ class LocalEngine:
             yield self.peers[client], reply
 
     def predict(self, state: Tensors, *names: str) -> list[NDArray[np.float32]]:
-        """The global model's probabilities on the `test` and `validation` data, by all workers."""
+        """The global model's probabilities on some of the evaluated datasets, by all workers."""
         message = self.method.deploy(state)
         starts = [(name, start) for name in names for start in range(0, len(self.datasets[name]), CHUNK)]
         jobs = (Job("predict", chunk, message, "the evaluation") for chunk in starts)
@@ -94,11 +94,13 @@ class LocalEngine:
         return [np.concatenate(parts[name]) if parts[name] else empty for name in names]
 
     def evaluate(self, message: Message) -> Evaluation:
-        test, validation = self.predict(message.tensors, "test", "validation")
-        return evaluate_pooled(self.federation, test, validation)
+        scores = self.predict(message.tensors, *self.datasets)
+        return evaluate_pooled(self.federation, dict(zip(self.datasets, scores, strict=True)))
 
     def audit(self) -> dict[str, float | Tensor]:
         """What the method says of its clients' memories beside the truth, which only a simulation has."""
+        if self.method.pooled:
+            return {}  # it has the truth itself
         data, memory = self.federation, self.memory
         latest = sorted(memory.latest.items())
         return self.method.audit(

@@ -36,10 +36,10 @@ class MemoryStore:
         if self.path(client, round).exists():
             self.latest[client] = round
 
-    def keep_only(self, versions: set[tuple[int, int]]) -> None:
-        """Delete every memory that no checkpoint (and nobody now) refers to."""
-        if self.folder.is_dir():
+    def keep_only(self, versions: set[tuple[int, int]] | None) -> None:
+        """Delete every memory that no checkpoint (and nobody now) refers to. None: it is not known which, keep all."""
+        if versions is not None and self.folder.is_dir():
             wanted = {self.path(*version) for version in versions}
-            for path in self.folder.iterdir():
+            for path in self.folder.glob("[0-9]*.[0-9]*.safetensors"):
                 if path not in wanted:
                     path.unlink()

@@ -13,14 +13,15 @@ import torch
 
 from fedmll import files, metrics, site
 from fedmll.client import Client, Task
+from fedmll.data.digest import digest_of
 from fedmll.engines.local import choose_device
 from fedmll.engines.memory import MemoryStore
 from fedmll.errors import ClientError, ConfigError
 from fedmll.evaluation import predict
 from fedmll.experiment import Experiment
 from fedmll.message import Message
-from fedmll.methods import find
-from fedmll.models.flat import FlatWeights
+from fedmll.methods import make
+from fedmll.models.flat import FlatWeights, frozen_sketch
 from fedmll.site import Site
 
 ME = 0  # a site's memory store has one client
@@ -56,9 +57,10 @@ class SiteWorker:
             raise ConfigError(f"The experiment starts from the weights '{weights}', which this site does not have.")
         self.site, device = where, choose_device(where.device)
         torch.set_num_threads(1)  # as the local engine's workers: sums over several threads have other last bits
-        self.data = site.load(where, setup.classes, setup.shape, experiment.seed, experiment.partition.holdout)
+        share = float(experiment.partition.holdout)
+        self.data = site.load(where, setup.classes, setup.shape, experiment.seed, share)
         task = Task(experiment, self.data.train.classes, setup.shape, setup.clients, device)
-        self.method = find(experiment.method.name)(task)
+        self.method = make(task)
         self.model = self.method.model().to(device)
         self.weights = FlatWeights(self.model)
         self.folder = where.memory / setup.run
@@ -71,11 +73,13 @@ class SiteWorker:
             "samples": len(self.data.train),
             "held_out": len(self.data.held_out),
             "classes": np.array(self.method.task.classes)[self.data.annotated].tolist(),
+            "digest": digest_of({"training": self.data.train, "held-out": self.data.held_out}),
+            "frozen": frozen_sketch(self.model),
         }
 
-    def train(self, message: Message, round: int, base: int | None, keep: Sequence[int]) -> tuple[Message, bool]:
+    def train(self, message: Message, round: int, base: int | None, keep: Sequence[int] | None) -> tuple[Message, bool]:
         """One round, from the memory after round `base`; the reply, and whether there is a memory now. Memories that no
-        checkpoint of the server needs (`keep`) are deleted."""
+        checkpoint of the server needs (`keep`; None: it does not know) are deleted."""
         owned = torch.from_numpy(self.data.annotated)
         task = self.method.task
         client = Client(task, self.site.name, round, self.data.train, owned, owned, self.model, self.weights)
@@ -85,7 +89,8 @@ class SiteWorker:
                 f"{self.site.name} has lost its memory of round {base}, which the run goes on from. It can put the "
                 "folder of --memory back, or a new run must be started."
             )
-        self.memory.keep_only({(ME, kept) for kept in (*keep, *(() if base is None else (base,)))})
+        if keep is not None:
+            self.memory.keep_only({(ME, kept) for kept in (*keep, *(() if base is None else (base,)))})
         memory = self.memory.read(old)
         reply = self.method.train(client, message, memory)
         self.memory.write(self.memory.path(ME, round), memory)

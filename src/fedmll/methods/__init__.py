@@ -1,13 +1,17 @@
-"""The registry: every class in this folder that has a name. A new method is a new file, nothing else."""
+"""The registry: every class of a method that has a name. A new method is a new file in this folder, nothing else."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from functools import cache
+from typing import TYPE_CHECKING
 
 from fedmll.errors import ConfigError, nearest
-from fedmll.methods.base import Method
+from fedmll.methods.base import REGISTRY, Method
+
+if TYPE_CHECKING:
+    from fedmll.client import Task
 
 
 @cache
@@ -19,14 +23,7 @@ def _import_all() -> None:
 def registry() -> dict[str, type[Method]]:
     """By name; a class that a user defines in a notebook counts too."""
     _import_all()
-    found: dict[str, type[Method]] = {}
-    todo = [Method]
-    while todo:
-        cls = todo.pop()
-        todo += cls.__subclasses__()
-        if cls.__dict__.get("name"):
-            found[cls.name] = cls
-    return dict(sorted(found.items()))
+    return dict(sorted(REGISTRY.items()))
 
 
 def find(name: str) -> type[Method]:
@@ -34,3 +31,8 @@ def find(name: str) -> type[Method]:
     if name not in known:
         raise ConfigError(f"There is no method '{name}'{nearest(name, known)}.")
     return known[name]
+
+
+def make(task: Task) -> Method:
+    """The method of a task's experiment."""
+    return find(task.experiment.method.name).made(task)

@@ -10,15 +10,17 @@ What travels is a Message: named tensors and named numbers. A method does not kn
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from fedmll import losses
-from fedmll.errors import ClientError, ReplyRefused
+from fedmll.errors import ClientError, ConfigError, ReplyRefused
 from fedmll.message import Message, Tensors
 from fedmll.models.flat import FlatWeights
 from fedmll.seeding import derive
@@ -28,18 +30,26 @@ if TYPE_CHECKING:
     from fedmll.experiment import Experiment
     from fedmll.models.backbones import Backbone
 
-LARGEST_GROWTH = 20  # a reply whose norm is this many times that of what was sent is no honest round of training
+LARGEST_GROWTH = 20  # weights whose norm is this many times that of what was sent are of no honest round of training
+AUTO = "auto"  # an option that a rule decides when the experiment is made (`Method.resolve`)
+BUILT_IN = "fedmll.methods."
 
 Local = dict[str, Any]  # what a method computes once a round at a client
 Reply = tuple["Peer", Message]  # a client and what it sent
+Located = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]  # the same from every folder
+
+REGISTRY: dict[str, type[Method]] = {}
 
 
 class Method:
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     published: ClassVar[dict[str, Any]] = {}  # the paper's settings, used by `--as-published`
+    unpublished: ClassVar[dict[str, str]] = {}  # what the paper has and only the user can give: setting → what
+    symbols: ClassVar[dict[str, str]] = {}  # the paper's name of an option, accepted too → its name here
+    server_only: ClassVar[frozenset[str]] = frozenset()  # options that are the server's own and never leave it
     keep: ClassVar[Literal["last", "best"]] = "last"  # which round's model is the result
-    pooled: ClassVar[bool] = False  # trains on all data in one place, with every annotation
+    pooled: bool = False  # trains on all data in one place, with every annotation
 
     class Options(BaseModel):
         model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -47,10 +57,51 @@ class Method:
 
     options: Options
 
+    def __init_subclass__(cls) -> None:
+        """A class with a name of its own is a method, the newest of that name (a notebook's cell that was run again);
+        the names of built-in ones are taken."""
+        super().__init_subclass__()
+        name = cls.__dict__.get("name")
+        if not name:
+            return
+        known = REGISTRY.get(name)
+        if known is not None and known.__module__.startswith(BUILT_IN) and known.__module__ != cls.__module__:
+            raise ConfigError(
+                f"The class {cls.__qualname__} calls itself '{name}', the name of a built-in method; choose another."
+            )
+        REGISTRY[name] = cls
+
     def __init__(self, task: Task) -> None:
         self.task = task
         self.options = self.Options(**task.experiment.method.options)
         self.records: dict[str, float | Tensor] = {}  # what `merge` wants written down beside the metrics
+
+    @classmethod
+    def named(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options under their names here; of an option under both names the one that came later counts."""
+        return {cls.symbols.get(name, name): value for name, value in options.items()}
+
+    @classmethod
+    def options_class(cls, values: Mapping[str, Any]) -> type[Options]:
+        """What these options are checked with."""
+        return cls.Options
+
+    @classmethod
+    def made(cls, task: Task) -> Method:
+        """The method that the task's experiment names."""
+        return cls(task)
+
+    @classmethod
+    def resolve(cls, options: Any, experiment: Experiment) -> dict[str, tuple[Any, str]]:
+        """What the options that were left open ("auto") are in this experiment, each with its rule in words: decided
+        once, stored, and sent to the sites."""
+        return {}
+
+    @classmethod
+    def opened(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options without those that a rule may decide."""
+        fields = cls.options_class(options).model_fields
+        return {name: value for name, value in options.items() if fields[name].default != AUTO}
 
     @classmethod
     def check(cls, experiment: Experiment) -> None:
@@ -107,9 +158,16 @@ class Method:
         """What is needed to predict with the global model."""
         return Message({name: state[name] for name in ("weights", "counters") if name in state})
 
-    def refuse(self, sent: Message, reply: Message) -> str | None:
-        """Why a reply cannot be accepted, or None. By default it must look like what was sent."""
-        return refuse_unlike(sent.tensors, reply)
+    def expects(self, sent: Message, round: int) -> dict[str, Like]:
+        """What the tensors of a good reply are. By default: weights, like those that were sent."""
+        expected = {"weights": Like.sent(sent["weights"])}
+        if "counters" in sent.tensors:
+            expected["counters"] = Like(tuple(sent["counters"].shape), torch.int64, low=0)
+        return expected
+
+    def refuse(self, sent: Message, reply: Message, round: int) -> str | None:
+        """Why a reply cannot be accepted, or None."""
+        return refuse_unlike(self.expects(sent, round), reply)
 
     def audit(self, memories: Iterable[tuple[Tensors, Tensor]]) -> dict[str, float | Tensor]:
         """More records. Only a simulation calls this: it alone knows the true targets (samples, classes) of a client
@@ -209,23 +267,43 @@ class WeightedMean:
         return {name: (s / self.total).float() for name, s in self.sums.items()} | self.first
 
 
-def refuse_unlike(expected: Tensors, reply: Message) -> str | None:
-    """Why the reply's tensors are not usable in the place of `expected`."""
+@dataclass(frozen=True)
+class Like:
+    """What a tensor of a reply must be: its shape, type and range, all stated."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    low: float = -math.inf
+    high: float = math.inf
+    norm: float = math.inf  # the largest
+
+    @classmethod
+    def sent(cls, weights: Tensor) -> Like:
+        """Weights after a round of training that started from these."""
+        return cls(tuple(weights.shape), weights.dtype, norm=LARGEST_GROWTH * (1 + float(weights.norm())))
+
+    def refuse(self, name: str, tensor: Tensor) -> str | None:
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {self.dtype} {self.shape}"
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return f"{name} holds NaN or infinite values"
+        if tensor.numel() and not (self.low <= float(tensor.min()) and float(tensor.max()) <= self.high):
+            return f"{name} holds values outside [{self.low:g}, {self.high:g}]"
+        if self.norm < math.inf and float(tensor.norm()) > self.norm:
+            return f"{name} has the norm {float(tensor.norm()):.3g}; at most {self.norm:.3g} is believed"
+        return None
+
+
+def refuse_unlike(expected: Mapping[str, Like], reply: Message) -> str | None:
+    """Why a reply does not hold what is expected, or None."""
     missing, unknown = expected.keys() - reply.tensors.keys(), reply.tensors.keys() - expected.keys()
     if missing:
         return f"it lacks {', '.join(sorted(missing))}"
     if unknown:
         return f"it holds the unknown key {', '.join(sorted(unknown))}"
-    for name, tensor in reply.tensors.items():
-        like = expected[name]
-        if tensor.shape != like.shape or tensor.dtype != like.dtype:
-            return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {like.dtype} {tuple(like.shape)}"
-        if tensor.is_floating_point():
-            if not bool(torch.isfinite(tensor).all()):
-                return f"{name} holds NaN or infinite values"
-            norm, limit = float(tensor.norm()), LARGEST_GROWTH * (1 + float(like.norm()))
-            if norm > limit:
-                return f"{name} has the norm {norm:.3g}, {LARGEST_GROWTH} times what was sent would be {limit:.3g}"
     if not all(math.isfinite(number) for number in reply.numbers.values()):
         return "one of its numbers is not finite"
-    return None
+    if not reply.numbers.get("samples", 0) > 0:
+        return "it does not say how many samples it has"
+    reasons = (like.refuse(name, reply[name]) for name, like in expected.items())
+    return next((reason for reason in reasons if reason is not None), None)

@@ -1,13 +1,73 @@
-"""Centralized training: the same model and loss on the pooled, fully annotated data. The upper bound of every table.
+"""Centralized training: a method's own network and loss on all training data in one place, with every true label. The
+upper bound of a table: `centralized:of=fednca-ml` bounds `fednca-ml`, with the same head.
 
-A "round" is `local_epochs` passes over all data; the result is the best round on validation data (early stopping).
+It has what a federation has not: the samples that a partition drops or the server holds, and the labels that clients
+do not annotate. A target that the source itself does not know is in no loss (with the default `of`). A "round" is
+`local_epochs` passes over all data; the result is the best round on validation data (early stopping).
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import create_model
+
+from fedmll import methods
+from fedmll.errors import ConfigError
 from fedmll.methods.base import Method
+
+if TYPE_CHECKING:
+    from fedmll.client import Task
+    from fedmll.experiment import Experiment
+
+DEFAULT = "fedavg-pl"
 
 
 class Centralized(Method):
     name = "centralized"
-    summary = "the pooled data in one place, best round on validation data: the upper bound"
+    summary = "all data and all labels in one place, best round on validation data: the upper bound of the method `of`"
     keep = "best"
     pooled = True
+
+    class Options(Method.Options):
+        of: str = DEFAULT  # the method that it bounds; the options of that method may follow
+
+    @classmethod
+    def options_class(cls, values: Mapping[str, Any]) -> type[Method.Options]:
+        name = str(values.get("of", DEFAULT))
+        return create_model("Options", __base__=_bounded(name).Options, of=(str, name))
+
+    @classmethod
+    def named(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        return _bounded(str(options.get("of", DEFAULT))).named(options)
+
+    @classmethod
+    def resolve(cls, options: Any, experiment: Experiment) -> dict[str, tuple[Any, str]]:
+        return _bounded(options.of).resolve(options, experiment)
+
+    @classmethod
+    def check(cls, experiment: Experiment) -> None:
+        _bounded(experiment.method.options["of"]).check(_inner(experiment))
+
+    @classmethod
+    def made(cls, task: Task) -> Method:
+        """The bounded method itself, for one client that has everything."""
+        method = methods.make(replace(task, experiment=_inner(task.experiment)))
+        method.pooled = True
+        return method
+
+
+def _bounded(name: str) -> type[Method]:
+    method = methods.find(name)
+    if method.pooled:
+        raise ConfigError("method.of names the method that `centralized` bounds, for example of=fednca-ml.")
+    return method
+
+
+def _inner(experiment: Experiment) -> Experiment:
+    """The same experiment with the bounded method."""
+    options = dict(experiment.method.options)
+    section = type(experiment.method)(name=options.pop("of"), **options)
+    return experiment.model_copy(update={"method": section})

@@ -35,7 +35,12 @@ class FedCTran(Method):
         "training.lr": 1e-4,
         "training.weight_decay": 0.0,
         "training.clip": 10.0,
+        "partition.clients": 50,
+        "participation.count": 50,
         "participation.sampling": "size",
+    }
+    unpublished: ClassVar[dict[str, str]] = {
+        "model.weights": "ImageNet weights of ResNet-18 in torchvision's format",
     }
 
     class Options(Method.Options):

@@ -8,7 +8,7 @@ Eq. 4, 8 loss = BCE + λ Σ_g Ψ(R[S_g], R*_k[S_g]), Ψ the squared difference, 
 Eq. 9    D_k = Σ_g Ψ(R_k[S_g], R*_k[S_g]), q_k ∝ exp(−γ D_k).
 Eq. 10   w ← Σ_k (a n̄_k + (1−a) q_k) w_k, n̄_k ∝ N_k, a(t) = max(0, 1 − t/T0).
 
-γ = "auto" is 1/median(D) of the round before, so that both sums of Eq. 10 are streams: two models in memory, however
+γ = "median" is 1/median(D) of the round before, so that both sums of Eq. 10 are streams: two models in memory, however
 many clients reply. The median of the round itself is known only when every model has gone by. The first round that has
 a D (the second, by default) averages by size alone.
 """
@@ -35,11 +35,12 @@ from fedmll.analysis.correlation import (
     spectral_blocks,
 )
 from fedmll.message import Message, Tensors
-from fedmll.methods.base import Local, Method, Reply, WeightedMean, refuse_unlike
+from fedmll.methods.base import AUTO, Like, Local, Method, Reply, WeightedMean
 from fedmll.seeding import derive
 
 if TYPE_CHECKING:
     from fedmll.client import Batch, Client, Peer
+    from fedmll.experiment import Experiment
 
 STATE = "harmony."  # prefix of what the state holds beside the weights
 LARGEST = 1 + 1e-4  # |R| ≤ 1 for every set of scores
@@ -58,6 +59,10 @@ class FedHarmony(Method):
         "training.weight_decay": 0.0,
         "participation.sampling": "size",
     }
+    unpublished: ClassVar[dict[str, str]] = {
+        "model.weights": "ViT-B/16: a folder with its files, or google/vit-base-patch16-224-in21k",
+        "participation.count": "not said; 25, 50 and 75 % of the clients in its Figure 5",
+    }
 
     class Options(Method.Options):
         alignment: bool = True  # Eq. 4
@@ -65,14 +70,20 @@ class FedHarmony(Method):
         blocks: bool = True  # Eq. 8; off: one block of all labels
         strength: Annotated[float, Field(ge=0)] = 3.0  # λ
         consolidation: Consolidation = "mean"
-        clusters: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # G; auto: ⌈√C⌉
+        clusters: Annotated[int, Field(ge=1)] | Literal["sqrt"] = "sqrt"  # G; sqrt: ⌈√C⌉
         clustering: Literal["each", "once"] = "each"  # every R*_k at its client, or a round's common R* at the server
         start_round: Annotated[int, Field(ge=2)] = 2  # the first with a consensus
-        gamma: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+        gamma: Annotated[float, Field(gt=0)] | Literal["median"] = "median"  # median: 1/median(D) of the round before
         horizon: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"  # T0; auto: half of the rounds
         quality: Literal["pure", "size-scaled"] = "pure"  # size-scaled: q_k ∝ N_k exp(−γ D_k)
 
     options: Options
+
+    @classmethod
+    def resolve(cls, options: Any, experiment: Experiment) -> dict[str, tuple[Any, str]]:
+        if options.horizon != AUTO:
+            return {}
+        return {"horizon": (experiment.training.rounds / 2, "half of the rounds")}
 
     @property
     def active(self) -> bool:
@@ -126,12 +137,11 @@ class FedHarmony(Method):
 
     def balance(self, round: int) -> float:
         """a(t) of Eq. 10."""
-        horizon = self.task.rounds / 2 if self.options.horizon == "auto" else self.options.horizon
-        return max(0.0, 1 - round / horizon)
+        return max(0.0, 1 - round / float(self.options.horizon))
 
     def gamma(self, state: Tensors) -> float:
         """0 while it is not known."""
-        if self.options.gamma != "auto":
+        if self.options.gamma != "median":
             return self.options.gamma
         scale = float(state.get(STATE + "scale", torch.zeros(())))
         return 1 / scale if scale > 0 else 0.0
@@ -171,27 +181,20 @@ class FedHarmony(Method):
             common = self.options.clustering == "once" or not self.options.blocks
             self.records["blocks"] = torch.stack(seen.blocks[:1] if common else seen.blocks).to(torch.int16)
 
-    def refuse(self, sent: Message, reply: Message) -> str | None:
-        """The weights as sent, and the client's correlations (and its blocks, if it made them)."""
-        expected = dict(self.deploy(sent.tensors).tensors)
-        if not self.active:
-            return refuse_unlike(expected, reply)
-        classes = len(self.task.classes)
-        expected["correlation"] = torch.ones(classes, classes)  # as large as it can be
-        if "consensus" in sent.tensors and self.options.blocks and self.options.clustering == "each":
-            expected["blocks"] = self.one_block()
-        reason = refuse_unlike(expected, reply)
-        if reason is not None:
-            return reason
-        if not reply.numbers.get("samples", 0) > 0:
-            return "it does not say how many samples it has"
-        correlation = reply["correlation"]
-        if float(correlation.abs().max()) > LARGEST or not torch.equal(correlation, correlation.T):
-            return "correlation is not a symmetric matrix of numbers within [-1, 1]"
-        blocks = reply.tensors.get("blocks", self.one_block())
-        if int(blocks.min()) < 0 or int(blocks.max()) >= classes:
-            return f"blocks are not numbers from 0 to {classes - 1}"
-        return None
+    def expects(self, sent: Message, round: int) -> dict[str, Like]:
+        """Also the client's correlations, and its blocks if it made them."""
+        expected, classes = super().expects(sent, round), len(self.task.classes)
+        if self.active:
+            expected["correlation"] = Like((classes, classes), low=-LARGEST, high=LARGEST)
+            if "consensus" in sent.tensors and self.options.blocks and self.options.clustering == "each":
+                expected["blocks"] = Like((classes,), torch.int64, low=0, high=classes - 1)
+        return expected
+
+    def refuse(self, sent: Message, reply: Message, round: int) -> str | None:
+        reason = super().refuse(sent, reply, round)
+        if reason is None and self.active and not torch.equal(reply["correlation"], reply["correlation"].T):
+            return "correlation is not symmetric"
+        return reason
 
     # ---- the client
 
@@ -232,7 +235,7 @@ class FedHarmony(Method):
     # ---- both
 
     def cluster(self, consensus: Tensor) -> Tensor:
-        clusters = default_clusters(len(consensus)) if self.options.clusters == "auto" else self.options.clusters
+        clusters = default_clusters(len(consensus)) if self.options.clusters == "sqrt" else self.options.clusters
         return spectral_blocks(consensus, clusters, derive(self.task.seed, "blocks"))
 
     def one_block(self) -> Tensor:

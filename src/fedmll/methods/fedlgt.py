@@ -14,7 +14,7 @@ Released code: compat = "first-sample" does CA-MLE only for the first sample of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 class FedLGT(FedCTran):
     name = "fedlgt"
     summary = "FedC-Tran with frozen text embeddings of the labels; learns most where the global model is uncertain"
+
+    unpublished: ClassVar[dict[str, str]] = FedCTran.unpublished | {
+        "method.encoder": "CLIP's text encoder: a folder with its files, or hub:openai/clip-vit-base-patch32",
+    }
 
     class Options(FedCTran.Options):
         ule: bool = True

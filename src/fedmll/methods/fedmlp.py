@@ -7,10 +7,11 @@ Each client annotates some classes (AC) and misses the others (NC). Two stages:
                   the more the easier the class (Eq. 10). The loss is WPC over true and tagged entries, and the squared
                   distance to the round-start global model's p over the other missing ones: a mean over batch × classes.
 
-Switches (Table 3): `wpc` (off: plain BCE, missing entries are 0 as in FedAvg), `mld` tags, `cr` consistency, `st` the
-difficulty d (off: 1). All off is FedAvg. "WPC only" is mld, cr and st off. Unknown is decided entry by entry, so blanks
-in an annotated class are missing entries too. Weight decay must be decoupled (training.optimizer = "adamw"): a class
-without gradient at a client is otherwise erased there.
+Switches (Table 3), each also under the paper's name: `partial_loss` (wpc; off: plain BCE, missing entries are 0 as in
+FedAvg), `tags` (mld), `consistency` (cr), `adaptive` (st; off: the difficulty d is 1). All off is FedAvg. "WPC only" is
+tags and consistency off. t1 is a tenth of the rounds (the paper's 50 of 500) unless it is given. Unknown is decided
+entry by entry, so blanks in an annotated class are missing entries too, and π is over the entries that are not. Weight
+decay must be decoupled (training.optimizer = "adamw"): a class without gradient at a client is otherwise erased there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 
 from fedmll.errors import ClientError, ConfigError
 from fedmll.message import Message, Tensors
-from fedmll.methods.base import Local, Method, Reply, refuse_unlike
+from fedmll.methods.base import AUTO, Like, Local, Method, Reply
 from fedmll.models.backbones import Classifier
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 Share = Annotated[float, Field(ge=0, le=1)]
 UPLOADED = ("prototypes", "votes", "difficulty")  # beside the weights, from round t1 on
 NOT_SENT = -1.0  # in `difficulty`
+LARGEST_FEATURE = 1e6  # in a prototype
 
 
 class FedMLP(Method):
@@ -44,34 +46,59 @@ class FedMLP(Method):
     summary = "partial annotation: prior-adjusted partial loss, prototype tags, consistency with the global model"
     published: ClassVar[dict[str, Any]] = {
         "model.backbone": "resnet18", "training.rounds": 500, "training.local_epochs": 1, "training.batch_size": 32,
-        "training.optimizer": "adamw", "training.lr": 3e-5, "training.weight_decay": 5e-4,
+        "training.optimizer": "adamw", "training.lr": 3e-5, "training.weight_decay": 5e-4, "training.keep": "last",
+        "partition.kind": "iid", "participation.fraction": 1.0, "annotation.kind": "missing",
+    }  # fmt: skip
+    unpublished: ClassVar[dict[str, str]] = {
+        "model.weights": "ImageNet weights of ResNet-18 in torchvision's format",
+        "annotation.missing": "how many classes each client does not annotate, by table; up to all but one",
+        "partition.clients": "as many as classes: 5 for ICH, 8 for ChestX-ray14",
+    }
+
+    symbols: ClassVar[dict[str, str]] = {
+        "mld": "tags", "wpc": "partial_loss", "cr": "consistency", "st": "adaptive", "t1": "first_stage",
+        "T0": "negative_share", "T1": "positive_share", "L": "low", "R": "high",
     }  # fmt: skip
 
     class Options(Method.Options):
-        mld: bool = True  # missing label detection: tags
-        wpc: bool = True  # weighted partial class loss
-        cr: bool = True  # consistency regularisation
-        st: bool = True  # self-adaptive threshold: tag in proportion to d
-        t1: Annotated[int, Field(ge=1)] = 50  # rounds of the first stage
-        T0: Share = 0.005  # share of the likely negatives that a round tags
-        T1: Share = 0.01  # share of the likely positives
-        L: Share = 0.3  # p < L or p > R counts as learnt
-        R: Share = 0.7
+        tags: bool = True  # missing label detection (Eq. 5–9)
+        partial_loss: bool = True  # the weighted partial class loss (Eq. 3–4)
+        consistency: bool = True  # with the round-start global model, where nothing is known
+        adaptive: bool = True  # the self-adaptive threshold: tag in proportion to d (Eq. 10)
+        first_stage: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # t1, in rounds; auto: a tenth of them
+        negative_share: Share = 0.005  # of the likely negatives, tagged in a round
+        positive_share: Share = 0.01  # of the likely positives
+        low: Share = 0.3  # p < L or p > R counts as learnt
+        high: Share = 0.7
         difficulty: Literal["negative", "active"] = "negative"  # d of the classes that a client misses; knows (Eq. 10)
         momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the global prototypes
-        warmup_consistency: bool = False  # the consistency term in the first stage too (released code)
-        view: Literal["none", "flip", "shift", "crop-flip", "weak"] = "weak"  # the augmentation of WPC's views
+        warmup_consistency: bool = False  # consistency in the first stage too (released code)
+        view: Literal["none", "flip", "shift", "crop-flip", "weak"] = "weak"  # the augmentation of the WPC loss's views
 
     options: Options
 
     @classmethod
+    def resolve(cls, options: Any, experiment: Experiment) -> dict[str, tuple[Any, str]]:
+        if options.first_stage != AUTO:
+            return {}
+        return {"first_stage": (max(1, round(experiment.training.rounds / 10)), "a tenth of the rounds, as published")}
+
+    @classmethod
     def check(cls, experiment: Experiment) -> None:
-        options = cls.Options(**experiment.method.options)
-        if options.L > options.R:
-            raise ConfigError(f"method.L = {options.L} is above method.R = {options.R}; the paper has 0.3 and 0.7.")
+        options, rounds = cls.Options(**experiment.method.options), experiment.training.rounds
+        if options.low > options.high:
+            raise ConfigError(
+                f"method.low = {options.low} is above method.high = {options.high}; the paper has 0.3 and 0.7."
+            )
+        if (options.tags or options.consistency) and int(options.first_stage) >= rounds:
+            raise ConfigError(
+                f"method.first_stage = {options.first_stage} leaves no round for FedMLP's second stage in a run of "
+                f"{rounds}: tags and consistency would never act. Lower it, raise training.rounds, or say that the "
+                "first stage is all you want: method.tags = false and method.consistency = false."
+            )
 
     def second_stage(self, round: int) -> bool:
-        return (self.options.mld or self.options.cr) and round > self.options.t1
+        return (self.options.tags or self.options.consistency) and round > int(self.options.first_stage)
 
     # ---- the server
 
@@ -86,7 +113,7 @@ class FedMLP(Method):
 
     def send(self, state: Tensors, client: Peer, round: int) -> Message:
         message = super().send(state, client, round)
-        if self.options.mld and self.second_stage(round) and "prototypes" in state:
+        if self.options.tags and self.second_stage(round) and "prototypes" in state:
             message.tensors |= {name: state[name] for name in UPLOADED if name in state}
         return message
 
@@ -103,7 +130,7 @@ class FedMLP(Method):
                 yield peer, Message(kept, reply.numbers)
 
         merged = super().merge(state, weights_only(), round)
-        if self.options.mld and self.second_stage(round):
+        if self.options.tags and self.second_stage(round):
             self.records |= tagged
         if not means.empty:
             merged |= means.result(state, self.options.momentum)
@@ -111,22 +138,26 @@ class FedMLP(Method):
                 self.records["difficulty"] = merged["difficulty"]
         return merged
 
-    def refuse(self, sent: Message, reply: Message) -> str | None:
-        extra = {name: reply.tensors[name] for name in UPLOADED if name in reply.tensors}
-        weights = {name: tensor for name, tensor in sent.tensors.items() if name not in UPLOADED}
-        rest = {name: tensor for name, tensor in reply.tensors.items() if name not in extra}
-        reason = refuse_unlike(weights, Message(rest, reply.numbers))
-        if reason or not extra:
-            return reason
-        classes, width = len(self.task.classes), self._width
-        expected = {"prototypes": torch.empty(2, classes, width), "votes": torch.empty(2, classes, dtype=torch.bool)}
-        if self.options.st:
-            expected["difficulty"] = torch.empty(classes)
-        reason = refuse_unlike(expected, Message(extra))
-        d = extra.get("difficulty")
-        if reason is None and d is not None and not bool(((d == NOT_SENT) | ((d >= 0) & (d <= 1))).all()):
+    def expects(self, sent: Message, round: int) -> dict[str, Like]:
+        expected = super().expects(sent, round)
+        if self.uploads(round):
+            classes = len(self.task.classes)
+            limit = LARGEST_FEATURE
+            expected["prototypes"] = Like((2, classes, self._width), low=-limit, high=limit)
+            expected["votes"] = Like((2, classes), torch.bool)
+            if self.options.adaptive:
+                expected["difficulty"] = Like((classes,), low=NOT_SENT, high=1)
+        return expected
+
+    def refuse(self, sent: Message, reply: Message, round: int) -> str | None:
+        reason, d = super().refuse(sent, reply, round), reply.tensors.get("difficulty")
+        if reason is None and d is not None and not bool(((d == NOT_SENT) | (d >= 0)).all()):
             return "difficulty holds values that are no shares"
         return reason
+
+    def uploads(self, round: int) -> bool:
+        """Whether clients send prototypes in this round: from the last of the first stage on."""
+        return self.options.tags and round >= int(self.options.first_stage)
 
     @cached_property
     def _width(self) -> int:
@@ -155,17 +186,19 @@ class FedMLP(Method):
     def prepare(self, client: Client, message: Message, memory: Tensors) -> Local:
         local, options = super().prepare(client, message, memory), self.options
         second = self.second_stage(client.round)
-        consistency = options.cr and (second or options.warmup_consistency)
-        tagging = options.mld and second and "prototypes" in message.tensors
+        consistency = options.consistency and (second or options.warmup_consistency)
+        tagging = options.tags and second and "prototypes" in message.tensors
         labels = client.targets
         if consistency or tagging:
             features, local["teacher"] = look(client)  # the client's model still is the global one
         if tagging:
             tags = self._tag(client, features, message, memory)
             labels = torch.where(labels >= 0, labels, tags)
-        if options.wpc:
-            local["prior"] = log_prior_odds((labels == 1).sum(0), len(labels))
-        views = 2 if options.wpc and not second and client.data.is_images else 1
+        if options.partial_loss:
+            annotated = (client.targets >= 0).any(0)
+            among = torch.where(annotated, (labels >= 0).sum(0), len(labels))  # a class with tags alone: of all samples
+            local["prior"] = log_prior_odds((labels == 1).sum(0), among, len(labels))
+        views = 2 if options.partial_loss and not second and client.data.is_images else 1
         return local | {"labels": labels, "views": views, "consistency": consistency}
 
     def _tag(self, client: Client, features: Tensor, message: Message, memory: Tensors) -> Tensor:
@@ -182,13 +215,20 @@ class FedMLP(Method):
         carry = memory.get("carry", torch.zeros(2, targets.shape[1], dtype=torch.float64)).to(targets.device)
         z = F.normalize(features, dim=1) @ F.normalize(prototypes, dim=2).transpose(1, 2)  # (2, samples, classes)
         open_entries = (targets < 0) & (tags < 0) & votes.all(0)
-        tag(tags, carry, z[0] - z[1], open_entries, difficulty.double(), (options.T0, options.T1))
+        tag(
+            tags,
+            carry,
+            z[0] - z[1],
+            open_entries,
+            difficulty.double(),
+            (options.negative_share, options.positive_share),
+        )
         memory["tags"], memory["carry"] = tags.cpu(), carry.cpu()
         return tags
 
     def loss(self, model: nn.Module, batch: Batch, local: Local) -> Tensor:
         views: int = local["views"]
-        wpc, view = self.options.wpc, self.options.view
+        wpc, view = self.options.partial_loss, self.options.view
         images = torch.cat([batch.view(view) for _ in range(views)]) if wpc else batch.images
         labels = local["labels"][batch.rows].repeat(views, 1)
         logits = model(images)
@@ -205,16 +245,16 @@ class FedMLP(Method):
     def finish(self, client: Client, local: Local, reply: Message, memory: Tensors) -> None:
         super().finish(client, local, reply, memory)
         options = self.options
-        if not options.mld or client.round < options.t1:
+        if not self.uploads(client.round):
             return
         features, p = look(client)
         targets = client.targets
         prototypes, votes = local_prototypes(features, targets)
         uploaded = {"prototypes": prototypes, "votes": votes}
-        if options.st:
+        if options.adaptive:
             missing = ~(targets >= 0).any(0)
             counted = missing if options.difficulty == "negative" else ~missing
-            learnt = ((p < options.L) | (p > options.R)).float().mean(0)
+            learnt = ((p < options.low) | (p > options.high)).float().mean(0)
             uploaded["difficulty"] = torch.where(counted, learnt, NOT_SENT)
         reply.tensors |= {name: tensor.cpu() for name, tensor in uploaded.items()}
         if "tags" in memory:
@@ -231,9 +271,9 @@ def look(client: Client) -> tuple[Tensor, Tensor]:
     return features, torch.sigmoid(model.head(features))
 
 
-def log_prior_odds(positives: Tensor, samples: int) -> Tensor:
-    """log π − log(1−π) with π = positives / samples, kept away from 0 and 1: added to a logit it is Eq. 3."""
-    prior = (positives / samples).clamp(1 / (2 * samples), 1 - 1 / (2 * samples))
+def log_prior_odds(positives: Tensor, among: Tensor, samples: int) -> Tensor:
+    """log π − log(1−π), π = positives / among, kept 1/(2 samples) away from 0 and 1: added to a logit it is Eq. 3."""
+    prior = (positives / among).clamp(1 / (2 * samples), 1 - 1 / (2 * samples))
     return torch.log(prior) - torch.log1p(-prior)
 
 

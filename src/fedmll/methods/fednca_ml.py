@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedmll.losses import masked_mean
-from fedmll.methods.base import Local, Method
+from fedmll.methods.base import AUTO, Local, Method
 from fedmll.models.backbones import Backbone
 from fedmll.models.heads import Ladm, PrototypeClassifier, simplex_etf
 
 if TYPE_CHECKING:
     from fedmll.client import Batch
+    from fedmll.experiment import Experiment
 
 
 class FedNcaMl(Method):
@@ -43,7 +44,14 @@ class FedNcaMl(Method):
         "training.lr": 1e-4,
         "training.weight_decay": 0.01,
         "training.keep": "best",
+        "partition.kind": "dirichlet",
         "partition.clients": 10,
+        "participation.fraction": 1.0,
+    }
+    unpublished: ClassVar[dict[str, str]] = {
+        "model.weights": "ImageNet weights of ResNet-18 in torchvision's format, but for CIFAR-10",
+        "partition.beta": "0.5 and 0.1, by table",
+        "partition.presence": "0.5; 0.71 for DermaMNIST",
     }
 
     class Options(Method.Options):
@@ -77,12 +85,11 @@ class FedNcaMl(Method):
             ladm = Ladm(queries, option.heads, learnable=learnable, positional=option.positional)
         return PrototypeClassifier(backbone, classes, etf if option.etf else None, ladm, option.logit_scale)
 
-    @property
-    def lambda_neg(self) -> float:
-        value = self.options.lambda_neg
-        if value == "auto":
-            return 1.0 if "cifar10" in self.task.experiment.data.name else 0.01
-        return value
+    @classmethod
+    def resolve(cls, options: Any, experiment: Experiment) -> dict[str, tuple[Any, str]]:
+        if options.lambda_neg != AUTO:
+            return {}
+        return {"lambda_neg": (1.0 if experiment.data.source == "cifar10" else 0.01, "1 for CIFAR-10, 0.01 elsewhere")}
 
     def loss(self, model: nn.Module, batch: Batch, local: Local) -> Tensor:
         """Eq. 14."""
@@ -90,7 +97,8 @@ class FedNcaMl(Method):
         option, prototypes = self.options, model.prototypes
         features = model.features(batch.images)
         loss = masked_mean(self.entries(model.logits(features), batch, local), batch.known)
-        if option.neg and self.lambda_neg > 0:
+        lambda_neg = float(option.lambda_neg)  # `resolve` has seen to it
+        if option.neg and lambda_neg > 0:
             similarity = features @ prototypes.T
             if similarity.dim() == 2:  # one feature for all classes
                 similarity = similarity[:, None].expand(-1, len(prototypes), -1)
@@ -98,7 +106,7 @@ class FedNcaMl(Method):
                 rejection = log_rejection(similarity, batch.targets == 0, option.tau)
             else:
                 rejection = hinge_rejection(similarity, batch.targets, option.tau)
-            loss = loss + self.lambda_neg * rejection
+            loss = loss + lambda_neg * rejection
         if option.pos and option.lambda_pos > 0:
             temperature = option.temperature if option.contrast == "cosine" else None
             loss = loss + option.lambda_pos * contrast(features, prototypes, batch.targets == 1, temperature)

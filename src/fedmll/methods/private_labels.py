@@ -17,7 +17,6 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
@@ -31,7 +30,7 @@ from fedmll.losses import masked_mean
 from fedmll.message import Message, Tensors
 from fedmll.methods._rows import HeadRows, own_rows
 from fedmll.methods._tuning import Opinions, Tuning, one_thread
-from fedmll.methods.base import Local, Method, Reply, WeightedMean
+from fedmll.methods.base import Local, Located, Method, Reply, WeightedMean
 from fedmll.methods.fedprox import FedProx
 from fedmll.models.backbones import Classifier
 from fedmll.models.flat import FlatWeights
@@ -48,12 +47,15 @@ Positive = Annotated[int, Field(ge=1)]
 class PrivateFedAvg(Method):
     name = "private-fedavg"
     summary = "FedAvg by label: a client sees and sends only the classifier rows of its own label set"
+    server_only = frozenset(
+        {"tuning", "tuning_images", "scope", "absent", "feedback", "tuning_steps", "tuning_batch", "tuning_lr"}
+    )
 
     class Options(Method.Options):
         labels: Literal["private", "public"] = "private"
         loss: Literal["softmax", "sigmoid"] = "softmax"
         tuning: Literal["none", "mse", "pairwise"] = "none"  # of the classifier, on the server's unlabelled images
-        tuning_images: Path | None = None  # a folder of images; default: the server's share (partition.server)
+        tuning_images: Located | None = None  # a folder of images; default: the server's share (partition.server)
         scope: Literal["global", "restricted"] = "global"  # what h is normalised over: all classes, a client's own
         absent: Literal["omit", "naive", "penalise"] = "omit"  # pairwise: labels that no client of the round has
         feedback: bool = True  # the next round starts from the tuned classifier
@@ -66,9 +68,9 @@ class PrivateFedAvg(Method):
     @classmethod
     def check(cls, experiment: Experiment) -> None:
         options = cls.Options(**experiment.method.options)
-        if options.loss == "softmax" and experiment.data.name.startswith("ml-"):
+        if options.loss == "softmax" and experiment.data.composite:
             raise ConfigError(
-                f"method.loss = 'softmax' is for data with one label a sample, and '{experiment.data.name}' has "
+                f"method.loss = 'softmax' is for data with one label a sample, and '{experiment.data.label}' has "
                 "several; use method.loss = 'sigmoid'."
             )
         if options.tuning == "none":
@@ -177,12 +179,12 @@ class PrivateFedAvg(Method):
             message.tensors["weights"] = self._head.join(front, own, back)
         return message
 
-    def refuse(self, sent: Message, reply: Message) -> str | None:
+    def refuse(self, sent: Message, reply: Message, round: int) -> str | None:
         difference = len(reply.tensors.get("weights", sent["weights"])) - len(sent["weights"])
         rows, rest = divmod(abs(difference), self._head.width + 1)
         if rows and not rest:
             return f"it holds {rows} {'more' if difference > 0 else 'fewer'} classifier rows than its label set has"
-        return super().refuse(sent, reply)
+        return super().refuse(sent, reply, round)
 
     def deploy(self, state: Tensors) -> Message:
         message = super().deploy(state)

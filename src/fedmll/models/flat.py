@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedmll.message import Tensors
+from fedmll.seeding import numpy_generator
+
+SKETCH = 4  # products a frozen tensor
+SKETCH_TOLERANCE = 1e-4  # of the tensor's norm
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,39 @@ class FlatWeights:
         named = {name: tensors["weights"][p.where].view(p.shape) for name, p in self.layout.items()}
         counters = {name: tensors["counters"][p.where].view(p.shape) for name, p in self.counter_layout.items()}
         return named | counters
+
+
+Sketch = list[float]
+
+
+def frozen_sketch(model: nn.Module) -> dict[str, Sketch]:
+    """What FlatWeights leaves out, a few numbers a tensor: its norm, and its products with fixed vectors of ±1. Two
+    machines that built the same tensor agree to rounding (a hash would not forgive the last bit of a QR)."""
+    persistent = set(model.state_dict())
+    frozen: Tensors = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    frozen |= {name: b for name, b in model.named_buffers() if name not in persistent}
+    sketches = {}
+    for name, tensor in frozen.items():
+        values = tensor.detach().double().cpu().flatten().numpy()
+        signs = numpy_generator(0, "sketch", name).integers(0, 2, (SKETCH, len(values)), dtype=np.int8) * 2.0 - 1
+        sketches[name] = [float(np.linalg.norm(values)), *(signs @ values).tolist()]
+    return sketches
+
+
+def sketches_differ(ours: Mapping[str, Sketch], theirs: object) -> list[str]:
+    """The tensors of which another machine has others (or none, or says nothing that can be compared)."""
+    told = theirs if isinstance(theirs, Mapping) else {}
+
+    def same(name: str) -> bool:
+        mine, other = ours[name], told.get(name)
+        if not isinstance(other, list) or len(other) != len(mine):
+            return False
+        if not all(isinstance(number, int | float) for number in other):
+            return False
+        tolerance = SKETCH_TOLERANCE * (1e-6 + mine[0])
+        return all(abs(a - b) <= tolerance for a, b in zip(mine, other, strict=True))
+
+    return [name for name in ours if not same(name)] + sorted(str(name) for name in told.keys() - ours.keys())
 
 
 def _places(tensors: list[tuple[str, Tensor]]) -> dict[str, Place]:

@@ -23,7 +23,7 @@ from fedmll.errors import ReplyRefused, TooFewReplies
 from fedmll.evaluation import Evaluation, evaluate_pooled, predict
 from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
-from fedmll.methods import find
+from fedmll.methods import make
 from fedmll.methods.base import Reply
 from fedmll.models.flat import FlatWeights
 
@@ -38,13 +38,13 @@ class SiteMemories:
     """Memories are on the clients' disks; the server knows which round's each one's is, and which must be kept."""
 
     latest: dict[int, int] = field(default_factory=dict)
-    kept: set[tuple[int, int]] = field(default_factory=set)
+    kept: set[tuple[int, int]] | None = field(default_factory=set)  # None: all
 
-    def keep_only(self, versions: set[tuple[int, int]]) -> None:
-        self.kept = set(versions)
+    def keep_only(self, versions: set[tuple[int, int]] | None) -> None:
+        self.kept = versions
 
     def of(self, client: int) -> dict[str, Any]:
-        keep = sorted(round for index, round in self.kept if index == client)
+        keep = None if self.kept is None else sorted(round for index, round in self.kept if index == client)
         return {"base": self.latest.get(client), "keep": keep}
 
 
@@ -72,7 +72,7 @@ class FlowerEngine:
         self.min_clients, self.round_timeout, self.tries = min_clients, round_timeout, tries
         self.alive = alive  # raises when the SuperLink is gone
         self.task = federation.task(choose_device(federation.experiment.engine.device))
-        self.method = find(federation.experiment.method.name)(self.task)
+        self.method = make(self.task)
         self.model = self.method.model().to(self.task.device)
         self.weights = FlatWeights(self.model)
         self.peers = federation.peers(self.method)
@@ -220,10 +220,10 @@ class FlowerEngine:
             raise ReplyRefused(f"it calls itself '{about.get('name')}'")
         if kind != TRAIN:
             return
-        if not {"samples", "loss"} <= reply.numbers.keys() or not reply.numbers["samples"] > 0:
-            raise ReplyRefused("it does not say how many samples it trained on, or its loss")
+        if "loss" not in reply.numbers:
+            raise ReplyRefused("it does not say its loss")
         try:
-            reason = self.method.refuse(parcel.sent, reply)
+            reason = self.method.refuse(parcel.sent, reply, self.number)
         except Exception as error:  # a reply that confuses the check is not a good one
             reason = f"it cannot be checked ({type(error).__name__}: {error})"
         if reason is not None:
@@ -238,7 +238,7 @@ class FlowerEngine:
             self.method.receive(self.weights, message)
             data = self.federation.test
             scores = predict(self.method, self.model, data, 0, len(data)).numpy()
-            pooled = evaluate_pooled(self.federation, scores, np.zeros((0, len(data.classes)), np.float32))
+            pooled = evaluate_pooled(self.federation, {"test": scores})
             report, values = pooled.report, pooled.values
         clients = self._clients_evaluation(message)
         if clients is not None:

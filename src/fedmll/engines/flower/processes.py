@@ -115,17 +115,22 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def start_link(setting: Link) -> Child:
-    """A SuperLink that answers."""
+def check_address(host: str, port: int) -> None:
+    """Whether a server can listen there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((setting.host, setting.port))
+            probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"Cannot listen on {setting.host}:{setting.port}: {error.strerror}. Another server may be running; "
-                "stop it, or choose another port with --listen HOST:PORT."
+                f"Cannot listen on {host}:{port}: {error.strerror}. Another server may be running; stop it, or choose "
+                "another port with --listen HOST:PORT."
             ) from None
+
+
+def start_link(setting: Link) -> Child:
+    """A SuperLink that answers."""
+    check_address(setting.host, setting.port)
     child = Child("superlink", setting)
     until = time.monotonic() + START_SECONDS
     while not child.ended() and time.monotonic() < until:

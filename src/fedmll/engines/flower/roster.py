@@ -5,9 +5,10 @@ and must have the same when it comes back."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +20,10 @@ from fedmll.engines.flower.records import from_records, to_records
 from fedmll.engines.flower.site_app import HELLO
 from fedmll.errors import ReplyRefused
 from fedmll.message import Message
+from fedmll.models.flat import Sketch, sketches_differ
 
 ASK_AGAIN_SECONDS = 10  # a node that was refused may have been put right
+DIGEST = re.compile("[0-9a-f]{32}")
 HELLO_SECONDS = 600  # the first look at a site's images may take long
 
 Notice = Callable[[str], None]
@@ -43,14 +46,18 @@ class Introduction:
     samples: int
     held_out: int
     classes: tuple[str, ...]  # that it annotates
+    digest: str  # of its images and labels
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Introduction:
         samples, held_out, classes = told.get("samples"), told.get("held_out"), told.get("classes")
+        digest = told.get("digest")
         counts = isinstance(samples, int) and isinstance(held_out, int) and samples > 0 and held_out >= 0
         if not counts or not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise ReplyRefused("it does not say properly what data it has")
-        return cls(int(str(samples)), int(str(held_out)), tuple(classes))
+        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+            raise ReplyRefused("it does not say properly what data it has")
+        return cls(int(str(samples)), int(str(held_out)), tuple(classes), digest)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Roster:
     file: Path  # where introductions are kept over a restart of the server
     notice: Notice
     classes: Sequence[str] = ()  # that exist; empty: any
+    frozen: Mapping[str, Sketch] = field(default_factory=dict)  # tensors that every site must have as the server has
     members: dict[str, Member] = field(default_factory=dict)
     introductions: dict[str, Introduction] = field(default_factory=dict)
 
@@ -153,10 +161,17 @@ class Roster:
         strange = [label for label in introduction.classes if self.classes and label not in self.classes]
         if strange:
             raise ReplyRefused(f"it has the class '{strange[0]}', which this federation does not have")
+        different = sketches_differ(self.frozen, told.get("frozen", {}))
+        if different:
+            raise ReplyRefused(
+                f"what is frozen in its model is not what the server has ({', '.join(different[:5])}): it must use the "
+                "same text encoder, pretrained weights and library versions"
+            )
         before = self.introductions.get(str(name), introduction)
         if before != introduction:
             raise ReplyRefused(
                 f"its data changed since the run began ({before.samples} images and {len(before.classes)} classes "
-                f"then, {introduction.samples} and {len(introduction.classes)} now)"
+                f"then, {introduction.samples} and {len(introduction.classes)} now"
+                + (")" if replace(before, digest=introduction.digest) != introduction else "; other labels or images)")
             )
         return introduction

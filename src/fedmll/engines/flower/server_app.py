@@ -52,7 +52,7 @@ def simulate(experiment: Experiment, sites: Path, out: Path, address: str | None
     if not count:
         raise ConfigError(f"{sites} holds no site: NAME.json for each is needed.")
     if not (out / "experiment.toml").exists():
-        runner.create(out, experiment)
+        runner.create(out, experiment.settled(deployment.own_data(experiment, Observer()).decided))
     os.environ |= quiet_flower(out / "flower") | {SITES: str(sites.resolve()), OUT: str(out.resolve())}
     from flwr.simulation import run_simulation
 

@@ -1,0 +1,130 @@
+"""A run's folder: what is in it, and who may write there."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedmll import files
+from fedmll.data.digest import Facts, changes
+from fedmll.errors import ConfigError, DataError
+from fedmll.experiment import Experiment
+
+EXPERIMENT, DATA, SUMMARY, METRICS, LOCK = "experiment.toml", "data.json", "summary.json", "metrics.jsonl", ".lock"
+
+Row = dict[str, Any]
+
+
+def check_vacant(out: Path) -> None:
+    """A new run needs a folder that is empty, or none."""
+    if not out.exists():
+        return
+    if not out.is_dir() or any(path.name != LOCK and not files.is_leftover(path) for path in out.iterdir()):
+        raise ConfigError(
+            f"{out} is not empty; nothing was changed. Choose another --out, or go on with the run that is there by "
+            f"`fedmll resume {out}`."
+        )
+
+
+def create(out: Path, experiment: Experiment) -> None:
+    """A new run's folder, which `resume` can start."""
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        check_vacant(out)
+        files.write(out / EXPERIMENT, experiment.to_toml())
+
+
+def experiment_in(out: Path, overrides: dict[str, Any] | None = None) -> Experiment:
+    """The experiment of a run's folder."""
+    file = out / EXPERIMENT
+    if not file.is_file():
+        raise ConfigError(f"{out} holds no run: it has no {EXPERIMENT}. Start one by `fedmll run --out {out}`.")
+    return Experiment.load(file, overrides)
+
+
+def check_data(out: Path, facts: dict[str, Facts]) -> None:
+    """A run goes on with the data it began with, or not at all. The first time, the data is written down."""
+    file = out / DATA
+    if not file.is_file():
+        files.write(file, json.dumps(facts, indent=1) + "\n")
+        return
+    found = changes(json.loads(file.read_text()), facts)
+    if found:
+        raise DataError(
+            f"The data is not what the run in {out} began with: {'; '.join(found)}. Nothing was changed. Put the data "
+            "back as it was, or start a new run with another --out."
+        )
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a metrics.jsonl; a last line that was cut off by a kill is left out."""
+    rows: list[Row] = []
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: an undefined metric is null."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(inner) for key, inner in item.items()}
+        if isinstance(item, list | tuple):
+            return [plain(inner) for inner in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
+
+
+def write_csv(path: Path, columns: dict[str, NDArray[Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for values in zip(*columns.values(), strict=True):
+        writer.writerow([f"{v:.4f}" if isinstance(v, np.floating) else v for v in values])
+    files.write(path, text.getvalue())
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """One process a run's folder. The lock goes with the process, however it ends; its workers do not inherit it
+    (a record lock: with flock, a worker that outlives a killed parent by a moment would still hold it)."""
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"Another process is running the experiment in {out}; wait for it or stop it first."
+            ) from None
+        yield
+
+
+@contextmanager
+def logging_to(out: Path) -> Iterator[logging.Logger]:
+    log = logging.getLogger(f"fedmll.run.{out.resolve()}")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    handler = logging.FileHandler(out / "log.txt")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield log
+    finally:
+        log.removeHandler(handler)
+        handler.close()

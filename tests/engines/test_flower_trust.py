@@ -1,0 +1,130 @@
+"""What a server and its sites agree on: rules decided once, frozen tensors alike, nothing of the server's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
+
+from flwr.app import Message as FlowerMessage
+from sites import NAMES, Consortium
+from test_flower import FakeGrid, Hear, close, consortium, drive, make_grid, quick  # noqa: F401  (fixtures)
+
+from fedmll import deployment, run
+from fedmll.engines.flower.records import from_records
+from fedmll.engines.flower.site_app import EVALUATE, HELLO
+from fedmll.errors import ConfigError, FederationError
+from fedmll.experiment import Experiment
+
+
+def test_sites_are_told_what_the_server_decided() -> None:
+    cifar = Experiment.make({"data": {"name": "ml-cifar10"}, "method": {"name": "fednca-ml"}})
+    told = deployment.told(cifar)
+    assert told["data"] == {"name": "none"}
+    assert told["method"]["lambda_neg"] == 1.0
+    assert Experiment.make(told).method.options["lambda_neg"] == 1.0
+    assert deployment.told(Experiment.make({"method": {"name": "fedmlp"}}))["method"]["first_stage"] == 2
+
+
+def test_settings_of_the_server_never_leave_it(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    unlabelled = tmp_path / "unlabelled"
+    unlabelled.mkdir()
+    for place in range(40):
+        shutil.copy(consortium.folder / "images" / f"{place:05d}.png", unlabelled)
+    changes = {"method__name": "private-fedavg", "method__loss": "sigmoid", "method__tuning": "mse",
+               "method__tuning_images": str(unlabelled)}  # fmt: skip
+    grid = make_grid(consortium, tmp_path)
+    there = drive(consortium, grid, tmp_path / "out", **changes)
+    assert close(there, run(consortium.local(**changes)))
+    assert not close(there, run(consortium.local(method__name="private-fedavg", method__loss="sigmoid")))
+    for message in grid.sent:
+        about = json.dumps(from_records(message.content)[1])
+        assert "tuning" not in about
+        assert "unlabelled" not in about
+
+
+def glove(path: Path, seed: int) -> None:
+    words = sorted({*["the", "photo", "contains", "positive", "negative", "digit"], *(str(n) for n in range(10))})
+    vectors = [[((hash_of(word, place, seed)) % 997) / 997 - 0.5 for place in range(6)] for word in words]
+    path.write_text("".join(f"{w} {' '.join(map(str, v))}\n" for w, v in zip(words, vectors, strict=True)))
+
+
+def hash_of(word: str, place: int, seed: int) -> int:
+    return sum(ord(letter) * 31**i for i, letter in enumerate(word)) * (place + 7) * (seed + 3) + place * 131
+
+
+def test_a_site_with_another_text_encoder_is_refused(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    file = tmp_path / "vectors.txt"
+    glove(file, 0)
+
+    class TwoEncoders(FakeGrid):
+        """Under the path that the experiment names, site-b has another file."""
+
+        def push_messages(self, messages: list[FlowerMessage]) -> list[str]:
+            ids = []
+            for message in messages:
+                greeted = message.metadata.message_type == HELLO and message.metadata.dst_node_id == 2
+                glove(file, 1 if greeted else 0)
+                ids += super().push_messages([message])
+            glove(file, 0)
+            return ids
+
+    grid, hear = TwoEncoders(make_grid(consortium, tmp_path).nodes), Hear()
+    with pytest.raises(FederationError, match="site-b did not come"):
+        drive(
+            consortium, grid, tmp_path / "out", hear, method__name="fedlgt", method__encoder=f"glove:{file}",
+            training__rounds=1, join_timeout=1.0,
+        )  # fmt: skip
+    refusals = [text for text in hear.said if "refused" in text]
+    assert refusals
+    assert all(text.startswith("site-b is refused: what is frozen in its model is not what") for text in refusals)
+    assert "labels" in refusals[0]
+
+
+def test_sites_with_the_same_encoder_are_welcome(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    glove(tmp_path / "vectors.txt", 0)
+    hear = Hear()
+    drive(
+        consortium, make_grid(consortium, tmp_path), tmp_path / "out", hear, method__name="fedlgt",
+        method__encoder=f"glove:{tmp_path / 'vectors.txt'}", training__rounds=1,
+    )  # fmt: skip
+    assert not [text for text in hear.said if "refused" in text]
+
+
+def test_a_site_whose_labels_changed_is_refused(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    mine = Consortium(tmp_path / "copy")
+    shutil.copytree(consortium.folder, mine.folder)
+    grid = make_grid(mine, tmp_path)
+    drive(mine, grid, tmp_path / "out", training__rounds=1)
+    (tmp_path / "out" / "summary.json").unlink()
+    csv = mine.folder / "site-b" / "labels.csv"
+    lines = csv.read_text().splitlines()
+    lines[1] = lines[1].replace(",1", ",x").replace(",0", ",1", 1).replace(",x", ",0")  # as many positives as before
+    csv.write_text("\n".join(lines) + "\n")
+    hear = Hear()
+    with pytest.raises(FederationError):
+        drive(mine, make_grid(mine, tmp_path), tmp_path / "out", hear, training__rounds=1, join_timeout=1.0)
+    assert any("site-b is refused: its data changed" in text and "other labels or images" in text for text in hear.said)
+
+
+def test_the_final_model_costs_no_second_exchange(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    grid = make_grid(consortium, tmp_path)
+    drive(consortium, grid, tmp_path / "out", training__rounds=2, partition__holdout=0.2)
+    assert [kind for kind, _ in grid.log].count(EVALUATE) == 2 * len(NAMES)
+
+
+def test_a_server_that_cannot_start_leaves_no_folder(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    import socket
+
+    server = deployment.Server(NAMES, host="127.0.0.1", port=1, keys=str(consortium.keys))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = deployment.replace(server, port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="Cannot listen"):
+            deployment.serve(consortium.server(), busy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
