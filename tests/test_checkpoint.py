@@ -65,3 +65,43 @@ def test_another_experiments_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_none_yet(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "nothing", "abc") == (None, [])
+
+
+def test_whose_checkpoints_these_are_is_seen_without_reading_tensors(tmp_path: Path) -> None:
+    checkpoint.check_owner(tmp_path, "abc")  # none yet
+    checkpoint.save(tmp_path, make(1))
+    checkpoint.check_owner(tmp_path, "abc")
+    with pytest.raises(CheckpointError, match="another experiment"):
+        checkpoint.check_owner(tmp_path, "xyz")
+    (tmp_path / "000002.json").write_text("{")  # damaged: whose it is cannot be told
+    checkpoint.check_owner(tmp_path, "abc")
+
+
+def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, make(1))
+    monkeypatch.setattr(checkpoint, "VERSION", checkpoint.VERSION + 1)
+    with pytest.raises(CheckpointError, match=rf"version {checkpoint.VERSION - 1}; this fedmll reads"):
+        checkpoint.load(tmp_path, "abc")
+
+
+def test_twelve_memories_are_read_back(tmp_path: Path) -> None:
+    """Numbers as keys are strings after JSON and sort differently: 10 before 2."""
+    memories = {client: 100 + client for client in range(12)}
+    checkpoint.save(tmp_path, Checkpoint(120, {"weights": torch.zeros(1)}, "abc", {}, memories))
+    loaded, warnings = checkpoint.load(tmp_path, "abc")
+    assert loaded is not None
+    assert (loaded.memories, warnings) == (memories, [])
+    assert checkpoint.memories(tmp_path) == set(memories.items())
+
+
+def test_nobody_knows_which_memories_a_damaged_one_needs(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, make(1))
+    checkpoint.save(tmp_path, make(2))
+    (tmp_path / "000002.json").write_text("{}")
+    assert checkpoint.memories(tmp_path) is None
+    checkpoint.load(tmp_path, "abc")
+    assert (tmp_path / "000002.json.damaged").read_text() == "{}"
+    assert (tmp_path / "000002.safetensors.damaged").exists()
+    assert checkpoint.memories(tmp_path) is None
+    checkpoint.save(tmp_path, make(3))
+    assert (tmp_path / "000002.json.damaged").exists()

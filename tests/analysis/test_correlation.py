@@ -171,12 +171,60 @@ def test_labels_without_correlation_are_blocks_of_their_own() -> None:
     alone = [0, 7, 14]
     keep = torch.ones(15)
     keep[alone] = 0
-    found = spectral_blocks(matrix * keep * keep[:, None], 3, seed=0)
+    found = spectral_blocks(matrix * keep * keep[:, None], 6, seed=0)  # three blocks and the three that are alone
     for label in range(15):
         expected = {label} if label in alone else {o for o in range(15) if blocks[o] == blocks[label]} - set(alone)
         assert set((found == found[label]).nonzero().flatten().tolist()) == expected
     assert spectral_blocks(torch.zeros(6, 6), 3, seed=0).tolist() == [0, 1, 2, 3, 4, 5]
     assert spectral_blocks(torch.eye(6), 3, seed=0).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def count(blocks: torch.Tensor) -> int:
+    return len(set(blocks.tolist()))
+
+
+def test_isolated_labels_are_some_of_the_g_blocks() -> None:
+    """L of a graph with isolated vertices has an eigenvector of eigenvalue 0 for each of them, written out here; the
+    G smallest are theirs first, so the others share the rest."""
+    rng = np.random.default_rng(0)
+    matrix = np.zeros((14, 14))
+    matrix[:12, :12] = rng.uniform(0.05, 0.9, (12, 12))  # one component of twelve, and two labels alone
+    matrix = (matrix + matrix.T) / 2
+    np.fill_diagonal(matrix, 0)
+    degree = matrix.sum(1)
+    root = np.divide(1, np.sqrt(degree), out=np.zeros(14), where=degree > 0)
+    values, vectors = np.linalg.eigh(np.diag(root) @ (np.diag(degree) - matrix) @ np.diag(root))
+    assert (values[:3] < 1e-12).all() and values[3] > 0.1
+    null = vectors[:, :3] @ vectors[:, :3].T  # the projection on eigenvalue 0: e_12, e_13 and the component's
+    assert np.allclose(null[12:, 12:], np.eye(2)) and np.allclose(null[:12, 12:], 0)
+    for clusters in (3, 4, 5, 8):
+        found = spectral_blocks(torch.tensor(matrix), clusters, seed=0)
+        assert count(found) == clusters
+        assert [int((found == found[label]).sum()) for label in (12, 13)] == [1, 1]
+        without = spectral_blocks(torch.tensor(matrix[:12, :12]), clusters - 2, seed=0)
+        assert torch.equal(found[:12], without)
+
+
+def test_more_isolated_labels_than_blocks() -> None:
+    """They stay alone, and the others are one block: a pair of labels without correlation is nothing to align."""
+    matrix, _ = planted([4, 4], 0)
+    grown = torch.zeros(14, 14, dtype=torch.float64)
+    grown[:8, :8] = matrix
+    for clusters in (1, 3, 6, 7):
+        assert spectral_blocks(grown, clusters, seed=0).tolist() == [0] * 8 + [1, 2, 3, 4, 5, 6]
+    assert count(spectral_blocks(grown, 8, seed=0)) == 8
+    for clusters in (14, 15):
+        assert spectral_blocks(grown, clusters, seed=0).tolist() == list(range(14))
+
+
+def test_one_label_and_links_too_weak_to_count() -> None:
+    assert spectral_blocks(torch.ones(1, 1), 1, seed=0).tolist() == [0]
+    assert spectral_blocks(torch.ones(1, 1), 4, seed=0).tolist() == [0]
+    # Two stars of such links: each sum is above what one link must be, and yet nobody has a neighbour.
+    faint = torch.zeros(6, 6, dtype=torch.float64)
+    faint[0, [2, 3]] = faint[1, [4, 5]] = 8e-7
+    assert spectral_blocks(faint + faint.T, 1, seed=0).tolist() == [0, 1, 2, 3, 4, 5]
+    assert spectral_blocks((faint + faint.T) * 2, 1, seed=0).tolist() == [0] * 6  # and these count
 
 
 def test_numbers_of_blocks() -> None:

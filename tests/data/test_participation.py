@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
+from math import ceil
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from fedmll.errors import ConfigError
 )
 def test_distinct_clients_in_order_as_many_as_asked(sizes: list[int], share: float, sampling: str, round: int) -> None:
     chosen = choose(sizes, round, 7, fraction=share, sampling=sampling)
-    assert abs(len(chosen) - max(1, share * len(sizes))) <= 0.5
+    assert len(chosen) == ceil(Fraction(str(share)) * len(sizes))
     assert (np.diff(chosen) > 0).all()
     assert chosen[0] >= 0 and chosen[-1] < len(sizes)
     assert (chosen == choose(sizes, round, 7, fraction=share, sampling=sampling)).all()
@@ -32,8 +34,24 @@ def test_how_many() -> None:
     sizes = [5] * 50
     assert len(choose(sizes, 1, 0)) == 50
     assert len(choose(sizes, 1, 0, fraction=0.001)) == 1
-    assert len(choose(sizes, 1, 0, fraction=0.29)) == 15  # 14.5, half up
     assert len(choose(sizes, 1, 0, fraction=0.1, count=7)) == 7  # count wins
+
+
+@pytest.mark.parametrize(
+    ("fraction", "clients", "expected"),
+    [
+        (0.25, 10, 3),  # 2.5
+        (0.1, 12, 2),  # 1.2: rounded, it would be 1
+        (0.5, 12, 6),
+        (0.29, 100, 29),  # in binary floats 28.999999999999996 …
+        (0.07, 100, 7),  # … and 7.000000000000001, whose ceiling is 8
+        (0.28, 50, 14),
+        (1.0, 13, 13),
+    ],
+)
+def test_a_fraction_is_rounded_up(fraction: float, clients: int, expected: int) -> None:
+    """⌈ρK⌉ clients, Algorithm 1 of FedLGT."""
+    assert len(choose([5] * clients, 1, 0, fraction=fraction)) == expected
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "size"])

@@ -345,6 +345,17 @@ def test_112120_samples_and_100_clients_take_less_than_5_seconds(real: bool) -> 
     assert len(labels) == 112_120 and len(result.clients) == 100
 
 
+def test_a_client_a_user_of_flair_takes_less_than_10_seconds() -> None:
+    """51,414 clients, many of them too small at first: each is filled up without a look at all samples."""
+    rng = np.random.default_rng(0)
+    labels = singles_and_pairs(17, singles=1, pairs=1)[rng.integers(0, 153, 400_000)]
+    begin = time.process_time()
+    result = partition(labels, "dirichlet", 51_414, 0, beta=0.5, minimum=3)
+    assert time.process_time() - begin < 10
+    assert result.report["moved_for_minimum"] > 5_000
+    assert min(map(len, result.clients)) == 3 and sum(map(len, result.clients)) == 400_000
+
+
 def test_many_classes_and_many_clients_do_not_need_a_table_of_clients_and_samples() -> None:
     labels = np.zeros((45_000, 1_628), dtype=np.int8)
     result = partition(labels, "iid", 41_131, 0)
@@ -408,6 +419,73 @@ def test_samples_without_a_positive_move_only_if_need_be() -> None:
     )
     dealing.fill_up(deal, 4, NAMES, np.random.default_rng(0))
     assert deal.owner[:5].sum() == 4 and deal.owner[5:].sum() == 0
+
+
+def filled_up_plainly(deal: dealing.Deal, minimum: int, rng: np.random.Generator) -> NDArray[np.int64] | None:
+    """What fill_up promises, looked up in all samples at every step: the smallest client first, from the largest that
+    has something suitable, directly or through others; None if there is no way."""
+    owner, clients = deal.owner.copy(), len(deal.allowed)
+    labels = deal.combinations.sets.toarray()[deal.combinations.of_sample]
+    missing = labels @ (~deal.allowed).astype(int).T
+    suits, plain = missing == missing.min(1, keepdims=True), ~labels.any(1)
+
+    def given(giver: int, taker: int) -> NDArray[np.int64]:
+        return np.flatnonzero((owner == giver) & suits[:, taker])
+
+    sizes = [int((owner == client).sum()) for client in range(clients)]
+    for client in sorted(range(clients), key=sizes.__getitem__):
+        while (owner == client).sum() < minimum:
+            sizes = [int((owner == c).sum()) for c in range(clients)]
+            after: dict[int, int] = {client: client}
+            path: list[int] = []
+            for taker in (queue := [client]):
+                givers = [c for c in range(clients) if c != taker and len(given(c, taker))]
+                rich = [c for c in givers if sizes[c] > minimum]
+                if rich:
+                    path = [max(rich, key=sizes.__getitem__), taker]
+                    break
+                fresh = [c for c in givers if c not in after]
+                after |= dict.fromkeys(fresh, taker)
+                queue += fresh
+            if not path:
+                return None
+            while path[-1] != client:
+                path.append(after[path[-1]])
+            pools = [(taker, given(giver, taker)) for giver, taker in itertools.pairwise(path)]
+            amount = min([minimum - sizes[client], sizes[path[0]] - minimum, *(len(pool) for _, pool in pools)])
+            for taker, pool in pools:
+                lots = rng.random(len(pool))
+                owner[sorted(pool, key=lambda s, p=pool, q=lots: (plain[s], q[np.searchsorted(p, s)]))[:amount]] = taker
+    return owner
+
+
+@quick
+@given(
+    seed=st.integers(0, 10**6),
+    classes=st.integers(2, 8),
+    clients=st.integers(2, 14),
+    most=st.integers(1, 8),
+    fullness=st.floats(0.2, 1),
+    dropped=st.booleans(),
+)
+def test_filling_up_is_the_plain_search(
+    seed: int, classes: int, clients: int, most: int, fullness: float, dropped: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    allowed = np.zeros((clients, classes), dtype=bool)
+    dealing.fill_evenly(allowed, np.full(clients, min(most, classes)), rng)
+    combinations = dealing.combinations_of(synthetic(seed, 60, classes, density=0.25))
+    deal = dealing.hand_out(combinations, allowed, dealing.dirichlet(allowed, 0.1, rng), rng)
+    if dropped:
+        deal.owner[deal.misses[combinations.of_sample] > 0] = dealing.NOBODY
+    minimum = max(1, int(fullness * (60 // clients)))
+    expected = filled_up_plainly(deal, minimum, np.random.default_rng(seed))
+    if expected is None:
+        with pytest.raises(ConfigError, match="cannot be met"):
+            dealing.fill_up(deal, minimum, tuple(f"c{i}" for i in range(clients)), np.random.default_rng(seed))
+    else:
+        dealing.fill_up(deal, minimum, tuple(f"c{i}" for i in range(clients)), np.random.default_rng(seed))
+        assert (deal.owner == expected).all()
 
 
 # Natural

@@ -65,6 +65,8 @@ def test_fedprox_gradient_is_that_of_the_penalty() -> None:
     parameter.grad = torch.zeros(3)
     add_proximal_gradient([parameter], [start], mu=0.3)
     torch.testing.assert_close(parameter.grad, expected)
+    with pytest.raises(ValueError, match="shorter"):  # a penalty on some of the parameters would not be seen
+        add_proximal_gradient([parameter, parameter], [start], mu=0.3)
 
 
 def test_fedprox_without_its_penalty_is_fedavg_and_with_it_stays_nearer() -> None:

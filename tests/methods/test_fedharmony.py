@@ -233,7 +233,14 @@ def test_what_is_refused(method_of: Any) -> None:
     assert "lacks blocks, correlation" in str(
         method.refuse(sent, Message({"weights": torch.zeros(3)}, good.numbers), 2)
     )
-    assert "samples" in str(method.refuse(sent, Message(good.tensors, {"samples": 0.0}), 2))
+    for numbers in ({"samples": 0.0}, {"samples": -3.0}, {}):
+        assert "samples" in str(method.refuse(sent, Message(good.tensors, numbers), 2))
+    assert method.refuse(sent, Message(good.tensors, {"samples": 1.0}), 2) is None
+    last = good["blocks"].clone()
+    last[-1] = CLASSES - 1
+    assert method.refuse(sent, Message(good.tensors | {"blocks": last}, good.numbers), 2) is None
+    assert "outside [0, 9]" in refused(blocks=last + 1)
+    assert "outside [0, 9]" in refused(blocks=last - 1)
     first = Message({k: t for k, t in good.tensors.items() if k != "blocks"}, good.numbers)
     assert method.refuse(Message(START), first, 1) is None  # round 1: no consensus, no blocks
     off = method_of(alignment=False, aggregation=False)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import same_bits, word_vectors
 from conftest import small
 from scipy import stats
 
@@ -22,22 +23,10 @@ from fedmll.methods.fedctran import FedCTran, random_known
 from fedmll.methods.fedlgt import FedLGT, uncertain
 from fedmll.runner import run
 
-DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-WORDS = ("the", "photo", "contains", "positive", "negative", *DIGITS)
-
 
 @pytest.fixture(scope="module")
 def glove(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Word vectors, so that these tests need no text library."""
-    path = tmp_path_factory.mktemp("glove") / "vectors.txt"
-    vectors = np.random.default_rng(0).normal(size=(len(WORDS), 12))
-    lines = (f"{word} {' '.join(map(repr, map(float, row)))}" for word, row in zip(WORDS, vectors, strict=True))
-    path.write_text("\n".join(lines) + "\n")
-    return f"glove:{path}"
-
-
-def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return word_vectors(tmp_path_factory.mktemp("glove"))
 
 
 def lgt(encoder: str, **options: Any) -> Experiment:

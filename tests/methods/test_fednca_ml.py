@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import contrast_by_loops, rejection_by_loops, same_bits, sigmoid
 from conftest import small
 
 from fedmll.client import Batch
@@ -29,28 +30,8 @@ def nca(**options: Any) -> Any:
     return small(**wide | {"method__name": "fednca-ml"} | options)
 
 
-def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
 def similarity(scale: float = 1.5) -> np.ndarray:
     return np.random.default_rng(0).normal(0, scale, (5, 4, 4))
-
-
-def rejection_by_loops(s: np.ndarray, targets: np.ndarray, tau: float) -> float:
-    total = 0.0
-    for i in range(len(s)):
-        negatives = np.flatnonzero(targets[i] == 0)
-        for c in negatives:
-            for r in range(s.shape[2]):
-                p = sigmoid(s[i, c, r])
-                if r != c and p > tau:
-                    total += -np.log(1 - p) / (s.shape[2] - 1) / len(negatives)
-    return total / len(s)
 
 
 @pytest.mark.parametrize("tau", [0.3, 0.5, 0.9])
@@ -58,6 +39,18 @@ def test_rejection_is_equation_12(tau: float) -> None:
     s = similarity()
     found = log_rejection(torch.tensor(s), torch.tensor(TARGETS == 0), tau)
     assert found.item() == pytest.approx(rejection_by_loops(s, TARGETS, tau), rel=1e-9)
+
+
+def test_rejection_keeps_the_digits_of_its_input() -> None:
+    """Three, five and six negatives: a third in float32 is wrong in the eighth digit."""
+    rng = np.random.default_rng(3)
+    s, targets = rng.normal(0, 2, (3, 7, 7)), np.ones((3, 7), dtype=np.int8)
+    targets[0, :3] = targets[1, 2:] = targets[2, 1:] = 0
+    found = log_rejection(torch.tensor(s), torch.tensor(targets == 0), 0.3)
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx(rejection_by_loops(s, targets, 0.3), rel=1e-12)
+    single = log_rejection(torch.tensor(s, dtype=torch.float32), torch.tensor(targets == 0), 0.3)
+    assert single.dtype == torch.float32
 
 
 def test_rejection_leaves_out_the_class_itself_and_what_is_not_confident() -> None:
@@ -76,15 +69,6 @@ def test_rejections_indicator_carries_no_gradient() -> None:
     weight = negative / np.maximum(negative.sum(1, keepdims=True), 1) / 5 / 3
     expected = p * (p > 0.3) * (1 - np.eye(4)) * weight[:, :, None]
     np.testing.assert_allclose(s.grad.numpy(), expected, atol=1e-12)
-
-
-def contrast_by_loops(s: np.ndarray, targets: np.ndarray) -> float:
-    total = 0.0
-    for i in range(len(s)):
-        positives = np.flatnonzero(targets[i] == 1)
-        for c in positives:
-            total += -np.log(np.exp(s[i, c, c]) / np.exp(s[i, c]).sum()) / len(positives)
-    return total / len(s)
 
 
 def test_contrast_is_equation_13() -> None:

@@ -12,7 +12,7 @@ import torch
 from conftest import small
 from PIL import Image
 from safetensors.torch import load_file
-from scipy.special import log_softmax, softmax
+from scipy.special import log_softmax
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -27,7 +27,7 @@ from fedmll.experiment import Experiment
 from fedmll.grid import crossed
 from fedmll.message import Message
 from fedmll.methods._rows import HeadRows, own_rows
-from fedmll.methods._tuning import Opinions, Tuning, mse, one_thread, pairwise
+from fedmll.methods._tuning import one_thread
 from fedmll.methods.base import Method
 from fedmll.methods.private_labels import PrivateFedAvg, PrivateFedProx
 from fedmll.models.backbones import Classifier
@@ -112,7 +112,8 @@ def test_initial_rows_depend_on_their_names_alone() -> None:
     assert torch.equal(ours.weight[[0, 1, 2, 3]], theirs.weight[[5, 2, 4, 1]])
     assert torch.equal(ours.bias[[0, 1, 2, 3]], theirs.bias[[5, 2, 4, 1]])
     bound = 5**-0.5
-    assert ours.weight.abs().max() <= bound
+    assert 0.85 * bound < ours.weight.abs().max() <= bound  # as torch initialises a linear layer
+    assert 0.5 * bound < ours.bias.abs().max() <= bound
     assert len(set(ours.weight.flatten().tolist())) == 20
 
 
@@ -189,6 +190,10 @@ def test_rows_that_a_client_does_not_own_are_refused(change: int) -> None:
 def test_a_client_without_a_label_of_its_own_is_named() -> None:
     with pytest.raises(ConfigError, match="k1 have no label"):
         make().begin([Peer(0, "k0", owning("a")), Peer(1, "k1", owning())])
+    for count, said in ((5, "k0, k1, k2, k3, k4 have no label"), (7, "k0, k1, k2, k3, k4 and 2 more have no label")):
+        with pytest.raises(ConfigError, match=said):
+            make().begin([Peer(index, f"k{index}", owning()) for index in range(count)])
+    make().begin([Peer(0, "k0", owning("a"))])
 
 
 # Losses at the client
@@ -227,122 +232,7 @@ def test_softmax_with_several_labels_is_refused() -> None:
         small(method__name="private-fedavg")
 
 
-def test_the_proximal_term_is_over_what_the_client_received() -> None:
-    method = make(PrivateFedProx, mu=0.5)
-    client = method._narrowed(client_of(method, np.eye(4)[[1, 2]], owning("b", "a")))
-    local = method.prepare(client, Message(), {})
-    assert sum(start.numel() for start in local["start"]) == 35 + 2 * 6
-    for parameter in client.weights.parameters:
-        parameter.grad = torch.ones_like(parameter)
-        parameter.data += 3
-    method.adjust(client.weights, local)
-    for parameter in client.weights.parameters:
-        np.testing.assert_allclose(parameter.grad, 1 + 0.5 * 3, rtol=1e-5)
-
-
-# Tuning losses: h = (0.5, 0.3, 0.2), one client with the labels 0 and 1 and h_k = (0.6, 0.4)
-
-H, P = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([[0.6, 0.4]])
-CASES = [
-    ("mse", "global", "omit", 0.1**2 + 0.1**2),
-    ("mse", "restricted", "omit", 2 * 0.025**2),  # h over {0, 1} is (0.625, 0.375)
-    ("pairwise", "global", "naive", 2 * (0.6 * 0.3 - 0.4 * 0.5) ** 2),
-    ("pairwise", "global", "omit", 2 * (0.6 * 0.375 - 0.4 * 0.625) ** 2),  # label 2 is absent: h over {0, 1}
-    ("pairwise", "restricted", "naive", 2 * (0.6 * 0.375 - 0.4 * 0.625) ** 2),
-    ("pairwise", "global", "penalise", 2 * (0.02**2 + (0.6 * 0.2) ** 2 + (0.4 * 0.2) ** 2)),
-]
-
-
-@pytest.mark.parametrize(("loss", "scope", "absent", "expected"), CASES)
-def test_tuning_losses_worked_out_by_hand(loss: Any, scope: Any, absent: Any, expected: float) -> None:
-    opinions = Opinions.gather([P], [torch.tensor([0, 1])], 3)
-    objective = Tuning(loss, True, scope, absent, 1, 1, 1.0).objective(opinions)
-    value = objective(H.log()[None], torch.tensor([0]))
-    np.testing.assert_allclose(value.item(), expected, rtol=1e-4)
-
-
-def test_tuning_losses_of_many_clients_against_loops() -> None:
-    rng = np.random.default_rng(8)
-    h = softmax(rng.normal(size=(9, 5)), 1)
-    sets = [[0, 2, 3], [4, 1], [2], [0, 1, 2, 3, 4]]
-    predictions = [softmax(rng.normal(size=(9, len(rows))), 1) for rows in sets]
-    opinions = Opinions.gather([torch.from_numpy(p) for p in predictions], [torch.tensor(s) for s in sets], 5)
-    squares = pairs = 0.0
-    for p, rows in zip(predictions, sets, strict=True):
-        for i, y in enumerate(rows):
-            squares += ((p[:, i] - h[:, y]) ** 2).mean()
-            pairs += sum(((p[:, i] * h[:, v] - p[:, j] * h[:, y]) ** 2).mean() for j, v in enumerate(rows) if j != i)
-    full = torch.from_numpy(h)[None]
-    np.testing.assert_allclose(mse(opinions.p, full, opinions.own).item(), squares)
-    np.testing.assert_allclose(pairwise(opinions.p, full, opinions.own).item(), pairs)
-    assert not opinions.absent.any()
-
-
-def test_sigmoid_probabilities_are_not_normalised() -> None:
-    opinions = Opinions.gather([P], [torch.tensor([0, 1])], 3)
-    logits = torch.log(H / (1 - H))[None]
-    for scope in ("global", "restricted"):
-        value = Tuning("mse", False, scope, "omit", 1, 1, 1.0).objective(opinions)(logits, torch.tensor([0]))
-        np.testing.assert_allclose(value.item(), 0.02, rtol=1e-4)
-
-
-@pytest.mark.parametrize("absent", ["omit", "naive", "penalise"])
-def test_a_label_that_all_clients_lack(absent: Any) -> None:
-    """Three separable classes; the global classifier is right about all, the round's only client has the labels 0 and
-    1. `naive` gives everything to label 2, `penalise` takes it away from all; by default nothing is lost."""
-    truth = torch.arange(300) % 3
-    noise = torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
-    features = 2 * torch.eye(3)[truth] + 0.3 * noise
-    rows = torch.cat([torch.eye(3), torch.zeros(3, 1)], 1)
-    logits = features @ rows[:, :-1].T
-    assert (logits.argmax(1) == truth).all()
-    opinions = Opinions.gather([torch.softmax(0.3 * logits[:, :2], 1)], [torch.tensor([0, 1])], 3)
-    tuning = Tuning("pairwise", True, "global", absent, 150, 100, 0.1)
-    tuned = tuning.fit(rows, features, opinions, torch.Generator().manual_seed(1))
-    found = (features @ tuned[:, :-1].T + tuned[:, -1]).argmax(1)
-    right = [(found[truth == label] == label).float().mean().item() for label in range(3)]
-    if absent == "omit":
-        assert min(right) > 0.95
-        assert torch.equal(tuned[2], rows[2])
-    elif absent == "naive":
-        assert right[2] == 1
-        assert max(right[:2]) < 0.05
-    else:
-        assert right[2] < 0.05
-        assert min(right[:2]) > 0.95
-
-
-@pytest.mark.parametrize("loss", ["mse", "pairwise"])
-def test_tuning_brings_the_classifier_near_its_clients(loss: Any) -> None:
-    """Two clients that each know half: with their help a random classifier learns to tell all four classes apart."""
-    truth = torch.arange(400) % 4
-    features = 2 * torch.eye(4)[truth] + 0.3 * torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
-    sets = [torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3])]
-    opinions = Opinions.gather([torch.softmax(3 * features[:, s], 1) for s in sets], sets, 4)
-    rows = 0.3 * torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
-    tuning = Tuning(loss, True, "restricted", "omit", 300, 128, 0.05)
-    tuned = tuning.fit(rows, features, opinions, torch.Generator().manual_seed(1))
-    right = [((features @ r[:, :-1].T + r[:, -1]).argmax(1) == truth).float().mean().item() for r in (rows, tuned)]
-    assert right[0] < 0.6
-    assert right[1] > 0.9
-
-
 # Tuning in a run
-
-
-@pytest.mark.parametrize("labels", ["private", "public"])
-def test_client_predictions_for_tuning(labels: str) -> None:
-    """h_k of a reply on the server's samples, against the network worked out in NumPy."""
-    method = make(tuning="mse", labels=labels)
-    peer, rng = Peer(0, "k", owning("a", "d")), np.random.default_rng(5)
-    count = 2 if labels == "private" else 4
-    first, rows = rng.normal(size=(5, 7)).astype(np.float32), rng.normal(size=(count, 6)).astype(np.float32)
-    front = np.concatenate([first[:, :6].ravel(), first[:, 6]])
-    vector = method._head.join(torch.from_numpy(front), torch.from_numpy(rows), torch.empty(0))
-    found = method._opinion(Message({"weights": vector}), own_rows(NAMES, peer.owned)).numpy()
-    hidden = np.maximum(method.task.server_data.store @ first[:, :6].T + first[:, 6], 0)
-    p = softmax(hidden @ rows[:, :-1].T + rows[:, -1], 1)
-    np.testing.assert_allclose(found, p if labels == "private" else p[:, [2, 0]], rtol=1e-4, atol=1e-6)
 
 
 def test_images_are_predicted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,23 +244,6 @@ def test_images_are_predicted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> N
     calls.clear()
     run(small(**PRIVATE, partition__server=0.2))
     assert not calls
-
-
-def test_feedback_decides_what_the_next_round_starts_from() -> None:
-    states = {}
-    for feedback in (True, False):
-        method = make(tuning="mse", feedback=feedback)
-        replies, _ = replies_of(method, [("a", "b"), ("c", "d")], [10, 20])
-        state = method.start(FlatWeights(method.model()))
-        untuned = make().merge(state, replies, 1)["weights"]
-        states[feedback] = method.merge(state, replies, 1)
-        everybody = Peer(0, "k", owning(*NAMES))
-        sent = method.send(states[feedback], everybody, 2)["weights"]
-        start = make().send({"weights": untuned}, everybody, 2)["weights"]
-        assert torch.equal(sent, start) is not feedback
-        assert torch.equal(sent[:35], start[:35])  # the encoder is not tuned
-    deployed = [make(feedback=f).deploy(states[f])["weights"] for f in (True, False)]
-    assert torch.equal(*deployed)
 
 
 def test_tuning_needs_images_at_the_server(tmp_path: Path) -> None:

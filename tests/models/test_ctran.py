@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedmll.models import ctran, heads
 from fedmll.models.backbones import ConvNet, Mlp
 from fedmll.models.ctran import CTran, EncoderLayer, LabelEmbeddings
 from fedmll.models.flat import FlatWeights
@@ -115,3 +118,84 @@ def test_one_token_and_few_classes(classes: int) -> None:
     assert net.states.grad is not None
     assert net.states.grad[0].any()
     assert not net.states.grad[1].any()  # nothing was positive
+
+
+def test_dropout_is_in_four_places_of_a_layer_at_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's layer has it: attention weights, attention output, hidden units, output. If all is dropped, what
+    is left of a layer are its two norms, whose input is the residual."""
+    rates: list[tuple[str, float]] = []
+
+    def drops_all(where: str) -> Callable[[Tensor, float], Tensor]:
+        def dropout(x: Tensor, p: float) -> Tensor:
+            rates.append((where, p))
+            return torch.zeros_like(x)
+
+        return dropout
+
+    monkeypatch.setattr(ctran, "dropout", drops_all("layer"))
+    monkeypatch.setattr(heads, "dropout", drops_all("attention"))
+    net = model().train()
+    randomised(net)
+    tokens = torch.randn(2, 9, WIDTH)
+    layer = net.layers[0]
+    found = layer(tokens[:, 4:], tokens)
+    torch.testing.assert_close(found, layer.norm2(layer.norm1(tokens[:, 4:])))
+    assert rates == [("attention", 0.1), ("layer", 0.1), ("layer", 0.1), ("layer", 0.1)]
+    rates.clear()
+    net(torch.randn(2, 1, 8, 8))
+    assert len(rates) == 3 * 4
+    torch.manual_seed(0)
+    none = CTran(backbone(), CLASSES, dropout=0.0).train()
+    rates.clear()
+    none(torch.randn(2, 1, 8, 8))
+    assert rates == []
+
+
+def test_in_training_without_dropout_it_is_the_same_network() -> None:
+    """GroupNorm and LayerNorm have one mode, so only dropout tells training from evaluation."""
+    torch.manual_seed(0)
+    net = CTran(backbone(), CLASSES, dropout=0.0)
+    images, states = torch.randn(3, 1, 8, 8), torch.randint(-1, 2, (3, CLASSES))
+    torch.testing.assert_close(net.train()(images, states), net.eval()(images, states), atol=1e-5, rtol=1e-5)
+
+
+def test_batch_norm_in_the_backbone_follows_the_mode() -> None:
+    torch.manual_seed(0)
+    net = CTran(ConvNet(1, 8, (8, WIDTH), "batch"), CLASSES, dropout=0.0)
+    images = torch.randn(4, 1, 8, 8) * 3 + 1
+    net.eval()
+    alone = torch.cat([net(image[None]) for image in images])
+    torch.testing.assert_close(net(images), alone, atol=1e-5, rtol=1e-4)  # in eval mode a batch does not matter
+    assert not torch.allclose(net.train()(images), alone, atol=1e-3)
+
+
+def test_what_is_learned_starts_as_torchs_linear_layers_do() -> None:
+    """U(±1/√d): the head's weights and bias, label and state embeddings."""
+    torch.manual_seed(0)
+    net = CTran(Mlp(4, (256,)), 40)
+    for tensor in (net.weight, net.bias, net.labels, net.states):
+        assert 0.85 / 16 < tensor.abs().max().item() <= 1 / 16
+        assert abs(tensor.mean().item()) < 0.02
+        assert tensor.std().item() == pytest.approx(1 / 16 / 3**0.5, rel=0.3)
+    assert net.weight.shape == net.labels.shape == (40, 256)
+    assert net.states.shape == (2, 256) and net.bias.shape == (40,)
+
+
+def test_more_than_nine_classes_keep_their_own_tokens_and_rows() -> None:
+    """Twelve labels: what is known of one changes its own token only, and a row of the head reads its own label."""
+    torch.manual_seed(0)
+    net = CTran(backbone(), 12).eval()
+    states = torch.full((2, 12), -1)
+    states[0, 10], states[1, 11] = 1, 0
+    tokens = net.label_tokens(states, 2)
+    expected = net.labels.detach().expand(2, -1, -1).clone()
+    expected[0, 10] += net.states[1].detach()
+    expected[1, 11] += net.states[0].detach()
+    torch.testing.assert_close(tokens, expected)
+    images = torch.randn(1, 1, 8, 8)
+    before = net(images).detach()
+    with torch.no_grad():
+        net.bias[11] += 1
+        net.weight[2] += torch.randn(WIDTH)
+    changed = (net(images) - before).abs()[0] > 1e-4
+    assert changed.nonzero().flatten().tolist() == [2, 11]

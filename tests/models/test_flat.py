@@ -1,5 +1,7 @@
+"""A model as one vector, with BatchNorm: its running statistics are in the vector, its counters beside it."""
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedmll.models.flat import FlatWeights
 
@@ -9,6 +11,24 @@ def make_model() -> nn.Module:
     model.register_buffer("frozen", torch.arange(4.0), persistent=False)
     model[3].bias.requires_grad = False
     return model
+
+
+def deep_model() -> nn.Module:
+    """Twelve BatchNorm layers of different widths, so that names and counters cross a digit; a buffer of its own."""
+    layers: list[nn.Module] = []
+    for width in range(1, 13):
+        layers += [nn.Linear(width, width + 1), nn.BatchNorm1d(width + 1)]
+    model = nn.Sequential(*layers)
+    model.register_buffer("seen", torch.tensor([[3, 1], [4, 1]]))
+    return model
+
+
+def trained(model: nn.Module, batches: int) -> list[Tensor]:
+    """The state that training gives, taken before anything is bound."""
+    model.train()
+    for batch in range(batches):
+        model(torch.randn(6, 1) + batch)
+    return [value.clone() for value in model.state_dict().values()]
 
 
 def test_vector_holds_parameters_then_float_buffers() -> None:
@@ -46,3 +66,52 @@ def test_named_gives_what_load_state_dict_takes() -> None:
     second.load_state_dict(flat.named(flat.dump()), strict=False)
     assert torch.equal(second[3].weight, first[3].weight)
     assert torch.equal(second[0].bias, first[0].bias)
+
+
+def test_binding_changes_no_value_and_every_tensor_keeps_its_name() -> None:
+    model = deep_model()
+    before = dict(zip(model.state_dict(), trained(model, 3), strict=True))
+    flat = FlatWeights(model)
+    named = flat.named(flat.dump())
+    assert named.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(named[name], value), name
+        assert torch.equal(model.state_dict()[name], value), name
+    assert flat.counters.tolist() == [3, 1, 4, 1, *[3] * 12]  # the model's own buffer, then each layer's batches
+    assert flat.parameter_end == sum((w + 1) * w + 3 * (w + 1) for w in range(1, 13))
+    assert len(flat.vector) == flat.parameter_end + sum(2 * (w + 1) for w in range(1, 13))
+
+
+def test_another_model_that_loads_the_vector_predicts_the_same_in_eval_mode() -> None:
+    """Running statistics travel too: without them BatchNorm would still be that of the start."""
+    first, second = deep_model(), deep_model()
+    trained(first, 4)
+    sent, received = FlatWeights(first), FlatWeights(second)
+    received.load(sent.dump())
+    x = torch.randn(5, 1)
+    fresh = deep_model()
+    fresh.load_state_dict(dict(first.named_parameters()), strict=False)
+    assert torch.equal(first.eval()(x), second.eval()(x))
+    assert not torch.allclose(first(x), fresh.eval()(x))
+    assert torch.equal(received.counters, sent.counters)
+
+
+def test_a_dump_is_a_copy() -> None:
+    model = deep_model()
+    flat = FlatWeights(model)
+    dumped = flat.dump()
+    model.train()(torch.randn(6, 1))
+    flat.vector.add_(1)
+    assert dumped["counters"].tolist() == [3, 1, 4, 1, *[0] * 12]
+    assert torch.equal(flat.dump()["weights"][: flat.parameter_end], dumped["weights"][: flat.parameter_end] + 1)
+
+
+def test_without_a_counter_none_is_sent() -> None:
+    model = nn.Linear(2, 3)
+    flat = FlatWeights(model)
+    dumped = flat.dump()
+    assert set(dumped) == {"weights"}
+    model.weight.data.zero_()
+    flat.load(dumped)
+    assert torch.equal(model.weight.flatten(), dumped["weights"][:6])
+    assert set(flat.named(dumped)) == {"weight", "bias"}

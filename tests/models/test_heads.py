@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedmll.errors import ConfigError
-from fedmll.models.backbones import Mlp
+from fedmll.models.backbones import ConvNet, Mlp
 from fedmll.models.flat import FlatWeights
 from fedmll.models.heads import (
     Attention,
@@ -218,3 +218,61 @@ def test_the_etf_is_no_part_of_what_is_sent() -> None:
     learned = PrototypeClassifier(Mlp(3, (16,)), 5, etf, Ladm(etf, learnable=True), logit_scale=1.0)
     assert {"ladm.queries", "scale"} <= set(FlatWeights(learned).layout)
     assert torch.equal(learned.ladm.queries, etf)
+
+
+def test_there_is_no_dropout_unless_it_is_asked_for() -> None:
+    torch.manual_seed(0)
+    etf = simplex_etf(16, 12, 0)
+    tokens = torch.randn(3, 16, 2, 2)
+    ladm = Ladm(etf).train()
+    torch.testing.assert_close(ladm(tokens), ladm.eval()(tokens), atol=1e-6, rtol=1e-5)
+    asked = Attention(16, 4, dropout=0.5).train()
+    x = torch.randn(3, 7, 16)
+    assert not torch.allclose(asked(etf, x), asked(etf, x))
+    assert torch.equal(asked.eval()(etf, x), asked(etf, x))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 0.9])
+def test_dropout_drops_its_share(p: float) -> None:
+    x = torch.ones(400_001)
+    torch.manual_seed(0)
+    y = dropout(x, p)
+    share = (y == 0).double().mean().item()
+    assert share == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / len(x)))
+    torch.testing.assert_close(y[y != 0], torch.full_like(y[y != 0], 1 / (1 - p)))
+    half = len(x) // 2  # places are independent: each half drops the same share, and neighbours not together
+    assert (y[:half] == 0).double().mean().item() == pytest.approx(p, abs=6 * math.sqrt(p * (1 - p) / half))
+    both = ((y[:-1] == 0) & (y[1:] == 0)).double().mean().item()
+    assert both == pytest.approx(p * p, abs=0.005)
+
+
+def test_features_with_batch_norm_do_not_depend_on_the_batch_in_eval_mode() -> None:
+    torch.manual_seed(0)
+    etf = simplex_etf(16, 12, 0)
+    images = torch.randn(6, 1, 8, 8) * 2 + 1
+    for ladm in (None, Ladm(etf)):
+        net = PrototypeClassifier(ConvNet(1, 8, (8, 16), "batch"), 12, etf, ladm)
+        net.train()(images)  # the running statistics leave their start
+        training = net.features(images)
+        net.eval()
+        alone = torch.cat([net.features(image[None]) for image in images])
+        torch.testing.assert_close(net.features(images), alone, atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(training, alone, atol=1e-2)
+        assert alone.shape == ((6, 16) if ladm is None else (6, 12, 16))
+
+
+def test_pooled_features_are_the_mean_over_the_tokens() -> None:
+    torch.manual_seed(0)
+    net = PrototypeClassifier(ConvNet(1, 16, (8, 16), "group"), 12, simplex_etf(16, 12, 0))
+    images = torch.randn(3, 1, 16, 16)
+    tokens = net.backbone(images).detach().numpy()
+    assert tokens.shape[2:] == (4, 4)
+    np.testing.assert_allclose(net.features(images).detach().numpy(), tokens.reshape(3, 16, 16).mean(2), atol=1e-6)
+
+
+def test_a_learned_scale_and_a_bias_are_one_number_and_one_a_class() -> None:
+    net = PrototypeClassifier(Mlp(3, (16,)), 12, simplex_etf(16, 12, 0), logit_scale=4)
+    assert net.scale.tolist() == [4.0] and net.bias is None
+    linear = PrototypeClassifier(Mlp(3, (16,)), 12)
+    assert linear.scale is None and linear.bias.shape == (12,) and linear.prototypes.shape == (12, 16)
+    assert {"prototypes", "bias"} <= set(FlatWeights(linear).layout)

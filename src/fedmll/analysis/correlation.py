@@ -1,4 +1,4 @@
-"""Label correlations (FedHarmony, seed 003): φ-style matrices from scores or labels, their leave-one-out consensus,
+"""Label correlations (FedHarmony): φ-style matrices from scores or labels, their leave-one-out consensus,
 blocks of labels that belong together, and the distance of two matrices within the blocks.
 
 A matrix R is (C, C). Blocks are (C,) whole numbers, a block's number for each label.
@@ -23,7 +23,7 @@ Consolidation = Literal["mean", "size-weighted", "median"]
 STORED = ("clients", "matrices", "weights", "middle")  # what a Consensus is as named tensors
 
 EPSILON = 1e-6  # Eq. 2: inside the root, where a saturated class leaves the gradient finite
-ISOLATED = 1e-6  # a label whose correlations sum to less than this has none
+NO_LINK = 1e-6  # a correlation below this is none
 NEXT_BUCKET = 0.75  # blocks share a bucket down to this share of its largest one …
 BUCKET_COST = 4096  # … and go on sharing it while all the padding costs less than so many pairs
 
@@ -146,9 +146,12 @@ def _around_median(matrices: Tensor) -> Tensor:
 
 
 def spectral_blocks(correlation: Tensor, clusters: int, seed: int) -> Tensor:
-    """Algorithm 1. Blocks are numbered by their first label; a label without any correlation is a block of its own.
+    """Algorithm 1: G = `clusters` blocks, numbered by their first labels.
 
-    One thread, so that the result is the same to the last bit whatever the machine is doing otherwise.
+    A label without any correlation is a connected component by itself: one of L's eigenvectors for the eigenvalue 0
+    is its own, and so it is one of the G blocks. The other labels make up the rest of the G, or one block where
+    nothing is left for them. One thread, so that the result is the same to the last bit whatever the machine is doing
+    otherwise.
     """
     from scipy.linalg import eigh
     from sklearn.cluster import KMeans
@@ -158,8 +161,10 @@ def spectral_blocks(correlation: Tensor, clusters: int, seed: int) -> Tensor:
     absolute = np.abs(correlation.to("cpu", torch.float64).numpy())
     affinity = (absolute + absolute.T) / 2
     np.fill_diagonal(affinity, 0)
-    connected = np.flatnonzero(affinity.sum(1) > ISOLATED)
+    affinity[affinity < NO_LINK] = 0
+    connected = np.flatnonzero(affinity.any(1))
     names = -1 - np.arange(len(affinity))  # every label alone
+    clusters = max(1, clusters - (len(affinity) - len(connected)))
     if len(connected) <= clusters:
         return torch.arange(len(names))
     affinity = affinity[np.ix_(connected, connected)]

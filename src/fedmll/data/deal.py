@@ -67,7 +67,9 @@ def draw_allowed(combinations: Combinations, clients: int, most: int, rng: np.ra
     classes for it. Room for the classes that no client has yet is never given away.
     """
     classes = combinations.sets.shape[1]
-    allowed = np.zeros((clients, classes), dtype=bool)
+    if most == classes:
+        return np.ones((clients, classes), dtype=bool)
+    allowed = np.zeros((clients, classes), dtype=bool, order="F")  # whole columns are read below
     uncovered = np.ones(classes, dtype=bool)
     room = np.full(clients, most)
     shuffled = rng.permutation(len(combinations.counts))  # equally frequent ones come in an order drawn by the seed
@@ -82,12 +84,21 @@ def draw_allowed(combinations: Combinations, clients: int, most: int, rng: np.ra
         possible = np.flatnonzero((new <= room) & (new <= spare))
         if len(possible):
             # Fewest new classes first, then the emptiest client, then by lot.
-            client = possible[np.lexsort((rng.random(len(possible)), -room[possible], new[possible]))[0]]
+            client = possible[_least(new[possible], -room[possible], rng.random(len(possible)))]
             allowed[client, wanted] = True
             uncovered[wanted] = False
             room[client] -= new[client]
     fill_evenly(allowed, room, rng)
     return allowed
+
+
+def _least(*keys: NDArray[np.number]) -> int:
+    """Where the first key is least, among these the second, and so on: the beginning of a sort, without the sort."""
+    places = np.arange(len(keys[0]))
+    for key in keys:
+        left = key[places]
+        places = places[left == left.min()]
+    return int(places[0])
 
 
 def fill_evenly(allowed: NDArray[np.bool_], room: NDArray[np.int64], rng: np.random.Generator) -> None:
@@ -124,15 +135,21 @@ class Deal:
     misses: NDArray[np.int64]  # (U,) how many of a combination's labels even the best client cannot show
     owner: NDArray[np.int64]  # (N,) changed in place
 
-    def movable(self, client: int) -> NDArray[np.bool_]:
-        """(N,) the samples of other clients that this client could have been dealt."""
-        suits = self.combinations.sets @ (~self.allowed[client]).astype(np.int32) == self.misses
-        return suits[self.combinations.of_sample] & (self.owner != client) & (self.owner != NOBODY)
+    def suits(self, client: int) -> NDArray[np.bool_]:
+        """(U,) the combinations that this client could have been dealt."""
+        suits: NDArray[np.bool_] = self.combinations.sets @ (~self.allowed[client]).astype(np.int32) == self.misses
+        return suits
 
-    def move(self, samples: NDArray[np.int64], amount: int, client: int, rng: np.random.Generator) -> None:
-        """Give `amount` of `samples` to a client; those without a positive label, spread evenly, only if need be."""
-        plain = self.combinations.sizes[self.combinations.of_sample[samples]] == 0
-        self.owner[samples[np.lexsort((rng.random(len(samples)), plain))[:amount]]] = client
+    def hands(self) -> list[NDArray[np.int64]]:
+        """The samples of each client, ascending."""
+        return by_owner(self.owner, len(self.allowed))
+
+
+def by_owner(owner: NDArray[np.int64], clients: int) -> list[NDArray[np.int64]]:
+    """The positions that each client owns, ascending."""
+    kept = np.flatnonzero(owner != NOBODY)
+    grouped = kept[np.argsort(owner[kept], kind="stable")]
+    return np.split(grouped, np.cumsum(np.bincount(owner[kept], minlength=clients))[:-1])
 
 
 def hand_out(
@@ -147,14 +164,17 @@ def hand_out(
     start = rng.random(len(counts))
     owner = np.empty(samples, dtype=np.int64)
     misses = np.empty(len(counts), dtype=np.int64)
+    lacks, share = np.ascontiguousarray(~allowed.T, dtype=np.int32), np.ascontiguousarray(log_share.T)
     step = max(1, CELLS_AT_ONCE // clients)
     for begin in range(0, len(counts), step):
         sets = combinations.sets[begin : begin + step]
-        absent = sets @ (~allowed.T).astype(np.int32)
+        absent = sets @ lacks
         fewest = absent.min(axis=1, keepdims=True)
         misses[begin : begin + step] = fewest[:, 0]
-        weight = np.where(absent == fewest, sets @ log_share.T, -np.inf)
-        upto = np.cumsum(np.exp(weight - weight.max(axis=1, keepdims=True)), axis=1)
+        weight = sets @ share
+        weight[absent != fewest] = -np.inf
+        weight -= weight.max(axis=1, keepdims=True)
+        upto = np.cumsum(np.exp(weight, out=weight), axis=1, out=weight)
         upto /= upto[:, -1:]
         for row, hand in enumerate(hands[begin : begin + step]):
             # Evenly spaced points from a random start: a client gets its proportion to within one sample, and one of
@@ -166,37 +186,57 @@ def hand_out(
 
 def fill_up(deal: Deal, minimum: int, names: tuple[str, ...], rng: np.random.Generator) -> None:
     """Move samples until every client has `minimum` of them; fails only where no way of dealing them could succeed."""
-    kept = deal.owner[deal.owner != NOBODY]
-    sizes = np.bincount(kept, minlength=len(deal.allowed))
+    hands = deal.hands()
+    sizes = np.array([len(hand) for hand in hands])
     for client in np.argsort(sizes, kind="stable").tolist():
         while sizes[client] < minimum:
-            path = _path_from_surplus(deal, sizes, client, minimum)
+            path = _path_from_surplus(deal, hands, sizes, client, minimum)
             if not path:
                 raise ConfigError(
                     f"partition.minimum = {minimum} cannot be met: client {names[client]} can get no more "
-                    f"than {sizes[client]} of the {len(kept)} samples that fit a client, because of the classes it may "
-                    "show. Lower partition.minimum or partition.clients, allow more classes (partition.presence, "
+                    f"than {sizes[client]} of the {sizes.sum()} samples that fit a client, because of the classes it "
+                    "may show. Lower partition.minimum or partition.clients, allow more classes (partition.presence, "
                     "partition.labels_per_client), or keep what fits nowhere (partition.outside = 'withhold')."
                 )
-            links = [
-                (taker, np.flatnonzero(deal.movable(taker) & (deal.owner == giver))) for giver, taker in pairwise(path)
-            ]
-            amount = min(minimum - sizes[client], sizes[path[0]] - minimum, *(len(samples) for _, samples in links))
-            for taker, samples in links:
-                deal.move(samples, amount, taker, rng)
+            links = [(giver, taker, _common(deal, hands[giver], taker)) for giver, taker in pairwise(path)]
+            amount = min(minimum - sizes[client], sizes[path[0]] - minimum, *(len(common) for *_, common in links))
+            for giver, taker, common in links:
+                moved = _draw(deal, common, amount, rng)
+                deal.owner[moved] = taker
+                hands[giver] = hands[giver][deal.owner[hands[giver]] == giver]
+                hands[taker] = np.sort(np.append(hands[taker], moved))
             sizes[path[0]] -= amount
             sizes[client] += amount
 
 
-def _path_from_surplus(deal: Deal, sizes: NDArray[np.int64], client: int, minimum: int) -> list[int]:
+def _common(deal: Deal, hand: NDArray[np.int64], taker: int) -> NDArray[np.int64]:
+    """The samples of a hand that `taker` could have been dealt as well."""
+    return hand[deal.suits(taker)[deal.combinations.of_sample[hand]]]
+
+
+def _draw(deal: Deal, samples: NDArray[np.int64], amount: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """`amount` of the samples by lot; those without a positive label, spread evenly, only if need be."""
+    plain = deal.combinations.sizes[deal.combinations.of_sample[samples]] == 0
+    return samples[np.lexsort((rng.random(len(samples)), plain))[:amount]]
+
+
+def _path_from_surplus(
+    deal: Deal, hands: list[NDArray[np.int64]], sizes: NDArray[np.int64], client: int, minimum: int
+) -> list[int]:
     """Clients from one that can spare samples to `client`, each able to give to the next; empty if there is none.
 
     A breadth-first search, so usually one step: the largest client that has something suitable. Longer paths are what
     makes failure a proof: then all samples that suit the clients reached lie there already, and they are too few.
     """
+    largest = int(sizes.argmax())
+    if sizes[largest] > minimum and len(_common(deal, hands[largest], client)):
+        return [largest, client]  # nearly always; only otherwise are all the samples looked through
     giver_to: dict[int, int] = {client: client}
     for taker in (queue := [client]):
-        givers = np.unique(deal.owner[deal.movable(taker)])
+        gives = np.zeros(len(sizes) + 1, dtype=bool)  # one more, for NOBODY
+        gives[deal.owner[deal.suits(taker)[deal.combinations.of_sample]]] = True
+        gives[[taker, NOBODY]] = False
+        givers = np.flatnonzero(gives)
         rich = givers[sizes[givers] > minimum]
         if len(rich):
             path = [int(rich[np.argmax(sizes[rich])]), taker]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from decimal import ROUND_CEILING, Decimal
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedmll.data.partition import round_half_up
 from fedmll.errors import ConfigError, nearest
 from fedmll.seeding import numpy_generator
 
@@ -23,8 +24,8 @@ def choose(
 ) -> NDArray[np.int64]:
     """The clients of a round, sorted. `sizes` is N_k of every client.
 
-    `count` wins over `fraction` (of the clients, rounded half up, at least one); with neither, all take part. `uniform`
-    gives every client the same chance; `size` draws without replacement with probability ∝ N_k.
+    `count` wins over `fraction` ρ, which is ⌈ρK⌉ clients; with neither, all take part. `uniform` gives every client the
+    same chance; `size` draws without replacement with probability ∝ N_k.
     """
     numbers = np.asarray(sizes, dtype=np.float64)
     wanted = _how_many(len(numbers), fraction, count)
@@ -53,4 +54,5 @@ def _how_many(clients: int, fraction: float | None, count: int | None) -> int:
         return clients
     if not 0 < fraction <= 1:
         raise ConfigError(f"participation.fraction = {fraction} is not a share of the clients; it must be in (0, 1].")
-    return max(1, round_half_up(fraction, clients))
+    # In decimal: 0.07 · 100 is 7, where binary floats give 7.000000000000001 and so 8.
+    return int((Decimal(str(fraction)) * clients).to_integral_value(ROUND_CEILING))

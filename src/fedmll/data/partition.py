@@ -10,7 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN
-from fedmll.data.deal import NOBODY, Deal, combinations_of, dirichlet, draw_allowed, fill_evenly, fill_up, hand_out
+from fedmll.data.deal import (
+    NOBODY,
+    Deal,
+    by_owner,
+    combinations_of,
+    dirichlet,
+    draw_allowed,
+    fill_evenly,
+    fill_up,
+    hand_out,
+)
 from fedmll.errors import ConfigError, DataError, nearest
 from fedmll.seeding import numpy_generator
 
@@ -160,8 +170,7 @@ def _finish(labels: NDArray[np.int8], deal: Deal, outside: str, minimum: int, rn
         targets[(targets == PRESENT) & ~allowed[owner[unplaceable]]] = UNKNOWN if outside == "withhold" else ABSENT
         labels = labels.copy()
         labels[unplaceable] = targets
-    kept = np.flatnonzero(owner != NOBODY)
-    return Partition(_by_owner(kept, owner[kept], len(allowed)), _names(len(allowed)), allowed, labels, report)
+    return Partition(tuple(deal.hands()), _names(len(allowed)), allowed, labels, report)
 
 
 def _natural(labels: NDArray[np.int8], clients: int | None, groups: NDArray[np.str_] | None) -> Partition:
@@ -194,17 +203,10 @@ def _natural(labels: NDArray[np.int8], clients: int | None, groups: NDArray[np.s
             client_of[group] = client
             heapq.heappush(load, (size + int(sizes[group]), client))
         owner, names = client_of[owner], _names(clients)
-    parts = _by_owner(np.arange(len(labels)), owner, len(names))
-    return Partition(parts, names, _all(len(names), labels), labels, _report())
+    return Partition(tuple(by_owner(owner, len(names))), names, _all(len(names), labels), labels, _report())
 
 
 # Small things
-
-
-def _by_owner(positions: NDArray[np.int64], owner: NDArray[np.int64], clients: int) -> tuple[NDArray[np.int64], ...]:
-    """The positions of each client, ascending as they come in."""
-    grouped = positions[np.argsort(owner, kind="stable")]
-    return tuple(np.split(grouped, np.cumsum(np.bincount(owner, minlength=clients))[:-1]))
 
 
 def _names(clients: int) -> tuple[str, ...]:

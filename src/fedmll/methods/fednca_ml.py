@@ -120,7 +120,8 @@ def log_rejection(similarity: Tensor, negative: Tensor, tau: float) -> Tensor:
     itself = torch.eye(classes, dtype=torch.bool, device=similarity.device)
     counted = (similarity > math.log(tau / (1 - tau))) & ~itself
     penalty = torch.where(counted, F.softplus(similarity), 0.0).sum(-1) / max(1, classes - 1)
-    share = negative / negative.sum(1, keepdim=True).clamp(min=1)
+    chosen = negative.to(similarity.dtype)
+    share = chosen / chosen.sum(1, keepdim=True).clamp(min=1)
     return (penalty * share).sum() / batch
 
 

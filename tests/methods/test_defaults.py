@@ -1,0 +1,249 @@
+"""Every option's default, every published setting and every limit of the methods, with where each comes from.
+
+A method that grows an option or a published key without a row here fails: a default is a claim about a paper.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import options_of, own_methods, published_of
+
+from fedmll.errors import ConfigError
+from fedmll.methods import find
+
+Rows = dict[str, tuple[Any, str]]  # option or setting: value, where it comes from
+
+BY_SIZE: Rows = {"weights": ("size", "McMahan et al. 2017, Alg. 1: n_k/n")}
+
+CTRAN: Rows = {
+    "weights": ("size", "FedLGT, Local and Global Model Aggregation: FedAvg's, by |D_k|"),
+    "known": (0.75, "C-Tran, Label Mask Training: at least a quarter of the labels is unknown"),
+    "layers": (3, "C-Tran, Implementation Details; released code of FedLGT"),
+    "heads": (4, "C-Tran, Implementation Details; released code of FedLGT"),
+    "dropout": (0.1, "C-Tran, Implementation Details; released code of FedLGT"),
+}
+
+PRIVATE: Rows = {
+    "weights": ("size", "Private label sets, Section 4.1: rows and encoder weighted by n_k"),
+    "labels": ("private", "Private label sets: the setting that it is about"),
+    "loss": ("softmax", "Private label sets, Section 4.1: one label a sample"),
+    "tuning": ("none", "Private label sets, Section 4.2: on top of Section 4.1"),
+    "tuning_images": (None, "ours: the server's share of the data"),
+    "scope": ("global", "Private label sets, Section 4.2: h is over all classes"),
+    "absent": ("omit", "ours: what Appendix B warns of does not happen"),
+    "feedback": (True, "Private label sets, Section 4.2: the tuned classifier is the round's result"),
+    "tuning_steps": (60, "ours: the paper gives none"),
+    "tuning_batch": (256, "ours: the paper gives none"),
+    "tuning_lr": (5e-3, "ours: the paper gives none"),
+}
+
+PROXIMAL: Rows = {"mu": (0.01, "Li et al. 2020 tune it in {0.001, …, 1}; 0.01 is FedNCA-ML's baseline's")}
+
+DEFAULTS: dict[str, Rows] = {
+    "fedavg": BY_SIZE,
+    "fedavg-pl": BY_SIZE,
+    "fedprox": BY_SIZE | PROXIMAL,
+    "fednca-ml": {
+        "weights": ("equal", "FedNCA-ML, Alg. 1: 1/K"),
+        "etf": (True, "FedNCA-ML, Eq. 1–2; Table 5 switches it off"),
+        "ladm": (True, "FedNCA-ML, Eq. 3–8; Table 5 switches it off"),
+        "neg": (True, "FedNCA-ML, Eq. 12; Table 5 switches it off"),
+        "pos": (True, "FedNCA-ML, Eq. 13; Table 5 switches it off"),
+        "lambda_neg": (0.01, "FedNCA-ML, Implementation Details: 1 for CIFAR-10, 0.01 elsewhere"),
+        "lambda_pos": (1.0, "FedNCA-ML, Implementation Details"),
+        "tau": (0.3, "FedNCA-ML, after Eq. 12"),
+        "query": ("fixed-etf", "FedNCA-ML, Section 4 (LADM); Table 6 has the others"),
+        "heads": (4, "FedNCA-ML, Section 4 (LADM): 4-head cross-attention"),
+        "positional": (True, "FedNCA-ML, Eq. 5"),
+        "rejection": ("log", "FedNCA-ML, Eq. 12; hinge-topk is the released code's"),
+        "contrast": ("dot", "FedNCA-ML, Eq. 13; cosine is the released code's"),
+        "temperature": (0.07, "released code of FedNCA-ML"),
+        "logit_scale": (None, "FedNCA-ML, Eq. 9 has none; 10 is the released code's"),
+    },
+    "fedctran": CTRAN,
+    "fedlgt": CTRAN
+    | {
+        "ule": (True, "FedLGT, Universal Label Embedding; Table 4 switches it off"),
+        "ca_mle": (True, "FedLGT, Eq. 4; Table 4 switches it off"),
+        "tau": (0.5, "FedLGT, Implementation Details"),
+        "eps": (0.02, "FedLGT, Implementation Details; Table A1"),
+        "encoder": ("wordllama", "ours: installs with its weights; the paper's is CLIP's"),
+        "prompt": ("The photo contains {class}.", "FedLGT, Implementation Details; full stop: released code"),
+        "fine_names": (None, "FedLGT, Table A3: for FLAIR's coarse classes only"),
+        "fine": ("concat", "FedLGT, Table A3: the better one"),
+        "compat": ("none", "FedLGT, Eq. 4: every sample; first-sample is the released code's"),
+    },
+    "fedharmony": {
+        "weights": ("size", "FedHarmony, Eq. 10: n̄_k ∝ N_k"),
+        "alignment": (True, "FedHarmony, Eq. 4; Table 3 switches it off"),
+        "aggregation": (True, "FedHarmony, Eq. 9–10; Table 3 switches it off"),
+        "blocks": (True, "FedHarmony, Eq. 8, Alg. 1; Table 5 switches it off"),
+        "strength": (3.0, "ours: the paper leaves λ open; 1 was invisible, 30 softened predictions"),
+        "consolidation": ("mean", "ours: the paper leaves the operator of Eq. 3 open"),
+        "clusters": ("sqrt", "ours: ⌈√C⌉, the paper leaves G open"),
+        "clustering": ("each", "FedHarmony, Alg. 1: of every client's R*"),
+        "start_round": (2, "ours: round 1 has no matrices yet"),
+        "gamma": ("median", "ours: 1/median(D) of the round before; the paper leaves γ of Eq. 9 to the user"),
+        "horizon": (10.0, "ours: half of the (20) rounds; the paper leaves T0 of Eq. 10 to the user"),
+        "quality": ("pure", "FedHarmony, Eq. 9"),
+    },
+    "fedmlp": {
+        "weights": ("size", "FedMLP, Section 2.1: FedAvg"),
+        "tags": (True, "FedMLP, Eq. 5–9; Table 3 switches it off (MLD)"),
+        "partial_loss": (True, "FedMLP, Eq. 3–4; Table 3 switches it off (WPC)"),
+        "consistency": (True, "FedMLP, Eq. 11; Table 3 switches it off (CR)"),
+        "adaptive": (True, "FedMLP, Eq. 10; Table 3 switches it off (ST)"),
+        "first_stage": (2, "FedMLP, Implementation Details: 50 of 500 rounds, here a tenth of 20"),
+        "negative_share": (0.005, "FedMLP, Implementation Details: T0 = 0.5 %"),
+        "positive_share": (0.01, "FedMLP, Implementation Details: T1 = 1 %"),
+        "low": (0.3, "FedMLP, Implementation Details: L"),
+        "high": (0.7, "FedMLP, Implementation Details: R"),
+        "difficulty": ("negative", "FedMLP, Self-adaptive Threshold: of the negative classes; active: Eq. 10"),
+        "momentum": (0.0, "FedMLP, Eq. 6 has none"),
+        "warmup_consistency": (False, "FedMLP, Section 2.1: L_WPC alone; true is the released code's"),
+        "view": ("weak", "FedMLP, Section 2.1: data augmentation; which: released code"),
+    },
+    "centralized": BY_SIZE | {"of": ("fedavg-pl", "ours: every known label, the plain head")},
+    "private-fedavg": PRIVATE,
+    "private-fedprox": PRIVATE | PROXIMAL,
+}
+
+LGT_SETTINGS: Rows = {
+    "model.backbone": ("resnet18", "FedLGT, Implementation Details"),
+    "training.rounds": (50, "FedLGT, Implementation Details: T"),
+    "training.local_epochs": (5, "FedLGT, Implementation Details"),
+    "training.batch_size": (16, "FedLGT, Implementation Details"),
+    "training.optimizer": ("adam", "FedLGT, Implementation Details"),
+    "training.lr": (1e-4, "FedLGT, Implementation Details"),
+    "training.weight_decay": (0.0, "FedLGT names none; none in its released code"),
+    "training.clip": (10.0, "released code of FedLGT"),
+    "partition.clients": (50, "FedLGT, Implementation Details: as many as take part"),
+    "participation.count": (50, "FedLGT, Implementation Details: a participation equivalent to 50 clients"),
+    "participation.sampling": ("size", "FedLGT, Implementation Details; Table A5"),
+}
+
+PUBLISHED: dict[str, Rows] = {
+    "fednca-ml": {
+        "model.backbone": ("resnet18", "FedNCA-ML, Implementation Details"),
+        "training.rounds": (100, "FedNCA-ML, Implementation Details"),
+        "training.local_epochs": (1, "FedNCA-ML, Implementation Details"),
+        "training.batch_size": (32, "FedNCA-ML, Implementation Details"),
+        "training.optimizer": ("adamw", "FedNCA-ML, Implementation Details"),
+        "training.lr": (1e-4, "FedNCA-ML, Implementation Details"),
+        "training.weight_decay": (0.01, "FedNCA-ML, Implementation Details"),
+        "training.keep": ("best", "FedNCA-ML, Implementation Details: best validation performance"),
+        "partition.kind": ("dirichlet", "FedNCA-ML, Task Setup"),
+        "partition.clients": (10, "FedNCA-ML, Task Setup"),
+        "participation.fraction": (1.0, "FedNCA-ML, Task Setup: full participation"),
+    },
+    "fedmlp": {
+        "model.backbone": ("resnet18", "FedMLP, Implementation Details"),
+        "training.rounds": (500, "FedMLP, Implementation Details"),
+        "training.local_epochs": (1, "FedMLP, Implementation Details"),
+        "training.batch_size": (32, "FedMLP, Implementation Details"),
+        "training.optimizer": ("adamw", "FedMLP, Implementation Details: Adam, its decay decoupled (docs)"),
+        "training.lr": (3e-5, "FedMLP, Implementation Details"),
+        "training.weight_decay": (5e-4, "released code of FedMLP"),
+        "training.keep": ("last", "FedMLP, Tables 1 and 2: the last model"),
+        "partition.kind": ("iid", "FedMLP, Section 3.1"),
+        "participation.fraction": (1.0, "FedMLP, Implementation Details: all clients"),
+        "annotation.kind": ("missing", "FedMLP, Partial Label Generation"),
+    },
+    "fedctran": LGT_SETTINGS,
+    "fedlgt": LGT_SETTINGS,
+    "fedharmony": {
+        "model.backbone": ("vit", "FedHarmony, Implementation Details: ViT-B/16"),
+        "training.rounds": (50, "FedHarmony, Implementation Details: T"),
+        "training.local_epochs": (5, "FedHarmony, Implementation Details"),
+        "training.batch_size": (16, "FedHarmony, Implementation Details"),
+        "training.optimizer": ("adam", "FedHarmony, Implementation Details"),
+        "training.lr": (1e-4, "FedHarmony, Implementation Details"),
+        "training.weight_decay": (0.0, "FedHarmony names none; torch's Adam has none"),
+        "participation.sampling": ("size", "FedHarmony, Implementation Details"),
+    },
+}
+
+# The values at a limit that are accepted, and those beyond it that are not. `just` is as near as a limit that does not
+# belong to the range can be tried.
+JUST = 1e-9
+LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
+    ("fedprox", "mu"): ([0, 5.0], [-JUST]),
+    ("private-fedprox", "mu"): ([0, 5.0], [-JUST]),
+    ("fednca-ml", "lambda_neg"): ([0, 5.0], [-JUST]),
+    ("fednca-ml", "lambda_pos"): ([0, 5.0], [-JUST]),
+    ("fednca-ml", "tau"): ([JUST, 1 - JUST], [0, 1]),
+    ("fednca-ml", "heads"): ([1, 8], [0]),
+    ("fednca-ml", "temperature"): ([JUST, 5.0], [0]),
+    ("fednca-ml", "logit_scale"): ([JUST, 50.0], [0]),
+    ("fedctran", "known"): ([0, 1], [-JUST, 1 + JUST]),
+    ("fedctran", "layers"): ([1, 9], [0]),
+    ("fedctran", "heads"): ([1, 8], [0]),
+    ("fedctran", "dropout"): ([0, 1 - JUST], [-JUST, 1]),
+    ("fedlgt", "tau"): ([JUST, 1 - JUST], [0, 1]),
+    ("fedlgt", "eps"): ([0, 1], [-JUST, 1 + JUST]),
+    ("fedharmony", "strength"): ([0, 50.0], [-JUST]),
+    ("fedharmony", "clusters"): ([1, 9], [0]),
+    ("fedharmony", "start_round"): ([2, 9], [1]),
+    ("fedharmony", "gamma"): ([JUST, 50.0], [0]),
+    ("fedharmony", "horizon"): ([JUST, 50.0], [0]),
+    ("fedmlp", "first_stage"): ([1, 19], [0, 20]),
+    ("fedmlp", "negative_share"): ([0, 1], [-JUST, 1 + JUST]),
+    ("fedmlp", "positive_share"): ([0, 1], [-JUST, 1 + JUST]),
+    ("fedmlp", "low"): ([0, 0.7], [-JUST, 0.7 + JUST]),
+    ("fedmlp", "high"): ([0.3, 1], [0.3 - JUST, 1 + JUST]),
+    ("fedmlp", "momentum"): ([0, 1 - JUST], [-JUST, 1]),
+    ("private-fedavg", "tuning_steps"): ([1, 900], [0]),
+    ("private-fedavg", "tuning_batch"): ([1, 900], [0]),
+    ("private-fedavg", "tuning_lr"): ([JUST, 5.0], [0]),
+}
+
+
+# What the papers have and only the user can give.
+UNPUBLISHED: dict[str, set[str]] = {
+    "fednca-ml": {"model.weights", "partition.beta", "partition.presence"},
+    "fedctran": {"model.weights"},
+    "fedlgt": {"model.weights", "method.encoder"},
+    "fedmlp": {"model.weights", "annotation.missing", "partition.clients"},
+    "fedharmony": {"model.weights", "participation.count"},
+}
+
+
+def test_every_method_has_its_rows() -> None:
+    assert own_methods() == DEFAULTS.keys()
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_only_the_user_can_give_is_named(name: str) -> None:
+    assert find(name).unpublished.keys() == UNPUBLISHED.get(name, set())
+    assert not find(name).unpublished.keys() & find(name).published.keys()
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_options_are_the_papers(name: str) -> None:
+    expected = {"keep": "best" if name == "centralized" else "last"} | {option: value for option, (value, _) in DEFAULTS[name].items()}
+    found = options_of(name)
+    assert found == expected
+    assert {option: type(value) for option, value in found.items()} == {o: type(v) for o, v in expected.items()}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_published_settings_are_the_papers(name: str) -> None:
+    assert published_of(name) == {key: value for key, (value, _) in PUBLISHED.get(name, {}).items()}
+
+
+@pytest.mark.parametrize(("name", "option"), LIMITS)
+def test_limits(name: str, option: str) -> None:
+    inside, outside = LIMITS[name, option]
+    for value in inside:
+        assert options_of(name, **{option: value})[option] == value
+    for value in outside:
+        with pytest.raises(ConfigError, match=option):
+            options_of(name, **{option: value})
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_an_option_that_does_not_exist_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="nonsense"):
+        options_of(name, nonsense=1)
