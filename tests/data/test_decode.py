@@ -113,6 +113,13 @@ def test_an_image_that_cannot_be_decoded_does_not_stop_the_others() -> None:
     assert decoded_images("key", must_not_be_called, None).unreadable == found.unreadable, "the cache remembers them"
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_not_one_that_can_be_opened(count: int) -> None:
+    found = decoded_images("key", lambda: images_of([b"nothing"] * count), None)
+    assert list(found.unreadable) == list(range(count))
+    assert (found.store.shape[0], found.window, found.notes) == (count, None, ())
+
+
 def test_a_disk_that_fails_is_not_taken_for_a_bad_image(tmp_path: Path, cache_folder: Path) -> None:
     """It may be better the next time: nothing is remembered."""
     (tmp_path / "0.png").write_bytes(encode(random_pixels(8, 8)))
