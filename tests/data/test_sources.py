@@ -601,9 +601,9 @@ def test_real_chest_labels_of_all_112120_images_are_read_quickly(
     monkeypatch.setattr(Path, "stat", lambda path, **_: status)
     monkeypatch.setattr(Path, "is_file", lambda path: True)
     monkeypatch.setattr(os, "access", lambda path, mode: True)
-    start = time.perf_counter()
+    start = time.process_time()  # not the clock on the wall: other processes' work does not count
     table = read_labels(tmp_path / "labels.csv", tmp_path)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert table.labels.shape == (112_120, 14)
     expected = np.array([[int(cell) for cell in row[3:]] for row in rows[1:]], dtype=np.int8)
     assert np.array_equal(table.labels, expected)
