@@ -43,15 +43,14 @@ def oracle(scores: NDArray, targets: NDArray, thresholds: NDArray) -> dict[str, 
     for column in range(scores.shape[1]):
         known = targets[:, column] >= 0
         truth, score = targets[known, column], scores[known, column]
-        if not len(truth):
+        if not truth.any():
             continue
-        f1.append(f1_score(truth, above[known, column], zero_division=0))
-        f1_tuned.append(f1_score(truth, tuned[known, column], zero_division=0))
-        precision.append(precision_score(truth, least[known, column], zero_division=0))
-        recall.append(recall_score(truth, least[known, column], zero_division=0))
-        if truth.any():
-            ap.append(average_precision_score(truth, score))
-        if truth.any() and not truth.all():
+        f1.append(f1_score(truth, above[known, column]))
+        f1_tuned.append(f1_score(truth, tuned[known, column]))
+        precision.append(precision_score(truth, least[known, column], zero_division=0))  # never predicted: 0
+        recall.append(recall_score(truth, least[known, column]))
+        ap.append(average_precision_score(truth, score))
+        if not truth.all():
             auc.append(roc_auc_score(truth, score))
             bacc.append(balanced_accuracy_score(truth, above[known, column]))
     known = targets >= 0
@@ -69,18 +68,18 @@ def oracle(scores: NDArray, targets: NDArray, thresholds: NDArray) -> dict[str, 
         "macro_f1_tuned": mean(f1_tuned),
         "c_p": c_p,
         "c_r": c_r,
-        "c_f1": 2 * c_p * c_r / (c_p + c_r) if c_p + c_r > 0 else c_p + c_r,  # 0, or NaN where nothing is known
+        "c_f1": 2 * c_p * c_r / (c_p + c_r) if c_p + c_r > 0 else c_p + c_r,  # 0, or NaN where there is no positive
         "bacc": mean(bacc),
     }
     pooled: dict[str, Callable[[], float]] = {
-        "micro_f1": lambda: f1_score(truth, above[known], zero_division=0),
-        "micro_f1_tuned": lambda: f1_score(truth, tuned[known], zero_division=0),
+        "micro_f1": lambda: f1_score(truth, above[known]),
+        "micro_f1_tuned": lambda: f1_score(truth, tuned[known]),
         "o_p": lambda: precision_score(truth, least[known], zero_division=0),
-        "o_r": lambda: recall_score(truth, least[known], zero_division=0),
-        "o_f1": lambda: f1_score(truth, least[known], zero_division=0),
-        "hamming": lambda: hamming_loss(truth, above[known]),
+        "o_r": lambda: recall_score(truth, least[known]),
+        "o_f1": lambda: f1_score(truth, least[known]),
     }
-    expected |= {name: (call() if len(truth) else NAN) for name, call in pooled.items()}
+    expected |= {name: (call() if truth.any() else NAN) for name, call in pooled.items()}
+    expected["hamming"] = hamming_loss(truth, above[known]) if len(truth) else NAN
     return {name: 100 * value for name, value in expected.items()}
 
 
@@ -162,6 +161,19 @@ def test_targets_all_alike(target: int) -> None:
     report = check(scores, np.full(scores.shape, target, dtype=np.int8))
     assert np.isnan(report.values["macro_auc"]) and np.isnan(report.values["micro_auc"])
     assert np.isnan(report.values["hamming"]) == (target == -1)
+    for name in (
+        "macro_f1",
+        "micro_f1",
+        "c_p",
+        "c_r",
+        "c_f1",
+        "o_p",
+        "o_r",
+        "o_f1",
+        "macro_f1_tuned",
+        "micro_f1_tuned",
+    ):
+        assert np.isnan(report.values[name]) == (target != 1), name
 
 
 def test_no_samples_is_nan_not_zero() -> None:
@@ -222,24 +234,39 @@ def test_exactly_one_half_is_a_prediction_for_c_and_o_only() -> None:
 
 
 def test_left_out_classes_are_named_and_nan() -> None:
-    classes = ("fine", "never", "always", "unknown")
-    scores = np.array([[0.9, 0.2, 0.6, 0.1], [0.3, 0.1, 0.8, 0.9]])
-    targets = np.array([[1, 0, 1, -1], [0, 0, 1, -1]], dtype=np.int8)
-    report = evaluate(scores, targets, classes)
+    classes = ("fine", "never", "always", "unknown", "missed")
+    scores = np.array([[0.9, 0.2, 0.6, 0.1, 0.4], [0.3, 0.8, 0.8, 0.9, 0.1]])
+    targets = np.array([[1, 0, 1, -1, 1], [0, 0, 1, -1, 0]], dtype=np.int8)
+    report = evaluate(scores, targets, classes, np.full(5, 0.3))
     assert report.left_out == {
         "auc": ("never", "always", "unknown"),
         "bacc": ("never", "always", "unknown"),
         "ap": ("never", "unknown"),
-        "f1": ("unknown",),
+        "f1": ("never", "unknown"),
     }
-    np.testing.assert_array_equal(report.per_class["auc"], [100, NAN, NAN, NAN])
-    np.testing.assert_array_equal(report.per_class["ap"], [100, NAN, 100, NAN])
-    np.testing.assert_array_equal(report.per_class["f1"], [100, 0, 100, NAN])
-    np.testing.assert_array_equal(report.per_class["precision"], [100, 0, 100, NAN])
-    np.testing.assert_array_equal(report.per_class["recall"], [100, 0, 100, NAN])
-    np.testing.assert_array_equal(report.per_class["positives"], [1, 0, 2, 0])
-    np.testing.assert_array_equal(report.per_class["known"], [2, 2, 2, 0])
-    assert report.values["macro_f1"] == pytest.approx(200 / 3)
+    np.testing.assert_array_equal(report.per_class["auc"], [100, NAN, NAN, NAN, 100])
+    np.testing.assert_array_equal(report.per_class["bacc"], [100, NAN, NAN, NAN, 50])
+    np.testing.assert_array_equal(report.per_class["ap"], [100, NAN, 100, NAN, 100])
+    # "never" is predicted once and "missed" not at all: only what has a positive can be found or missed
+    np.testing.assert_array_equal(report.per_class["f1"], [100, NAN, 100, NAN, 0])
+    np.testing.assert_array_equal(report.per_class["precision"], [100, NAN, 100, NAN, 0])
+    np.testing.assert_array_equal(report.per_class["recall"], [100, NAN, 100, NAN, 0])
+    np.testing.assert_array_equal(report.per_class["positives"], [1, 0, 2, 0, 1])
+    np.testing.assert_array_equal(report.per_class["known"], [2, 2, 2, 0, 2])
+    assert report.values["macro_f1"] == report.values["c_p"] == report.values["c_r"] == pytest.approx(200 / 3)
+    assert report.values["macro_f1_tuned"] == 100
+    assert report.values["micro_f1"] == pytest.approx(100 * 6 / 8)  # pooled: the wrong prediction of "never" counts
+    assert report.values["hamming"] == pytest.approx(100 * 2 / 8)
+
+
+def test_classes_without_a_positive_change_no_average_over_classes() -> None:
+    scores, targets = matrices(12, 80, 15, unknown=0.2, steps=10)
+    targets[:, [2, 11, 14]] = np.minimum(targets[:, [2, 11, 14]], 0)
+    with_them, kept = check(scores, targets), np.setdiff1d(np.arange(15), [2, 11, 14])
+    alone = evaluate(scores[:, kept], targets[:, kept], names(12), np.linspace(0.2, 0.8, 15)[kept])
+    for name in ("macro_auc", "bacc", "map", "macro_f1", "macro_f1_tuned", "c_p", "c_r", "c_f1"):
+        assert with_them.values[name] == pytest.approx(alone.values[name]), name
+    assert set(with_them.left_out.values()) == {("class 2", "class 11", "class 14")}
 
 
 def test_per_class_figures_average_to_the_values() -> None:
@@ -306,6 +333,17 @@ def test_thresholds_lie_midway_and_are_used_by_evaluate() -> None:
     assert values["micro_f1_tuned"] == pytest.approx(100 * 12 / 13)
 
 
+def test_a_class_without_a_validation_positive_keeps_one_half() -> None:
+    """Also where all of its validation samples are unknown; on the test data its F1 is that of p > 0.5."""
+    validation = np.array([[0.3, 0.9, 0.9], [0.1, 0.8, 0.1]], dtype=np.float32)
+    thresholds = best_thresholds(validation, np.array([[1, 0, -1], [0, 0, -1]], dtype=np.int8))
+    assert thresholds == pytest.approx([0.2, 0.5, 0.5])
+    scores, targets = np.array([[0.3, 0.5, 0.6], [0.1, 0.6, 0.4]]), np.array([[1, 0, 1], [0, 1, 1]], dtype=np.int8)
+    report = evaluate(scores, targets, names(3), thresholds)
+    assert report.values["macro_f1_tuned"] == pytest.approx((100 + 100 + report.per_class["f1"][2]) / 3)
+    assert report.left_out["f1"] == ()  # left out is decided by the test data
+
+
 def test_a_threshold_between_neighbouring_floats_still_divides_them() -> None:
     for start in (0.1, 0.3, 0.7):  # (a + b) / 2 rounds to a for some and to b for others
         low = np.nextafter(start, 1)
@@ -344,10 +382,9 @@ def test_per_client_is_evaluate_on_each_client(dtype: type) -> None:
     for position, client in enumerate([3, 5, 8, 40]):
         mine = owner == client
         own = evaluate(scores[mine], targets[mine], names(4))
-        f1 = own.per_class["f1"][own.per_class["positives"] > 0]
-        for name, value in (("auc", own.values["auc"]), ("map", own.values["map"]), ("macro_f1", mean(list(f1)))):
-            rows[name].append(value)
-            assert report.table[name][position] == pytest.approx(value, nan_ok=True), (client, name)
+        for name in rows:
+            rows[name].append(own.values[name])
+            assert report.table[name][position] == pytest.approx(own.values[name], nan_ok=True), (client, name)
         assert report.table["samples"][position] == mine.sum()
     for name, values in rows.items():
         assert report.values[f"client_mean_{name}"] == pytest.approx(np.nanmean(values))

@@ -13,7 +13,7 @@ import torch
 from conftest import small
 from PIL import Image
 
-from fedmll import Experiment, Observer, checkpoint, federation, methods, resume, run
+from fedmll import Experiment, Observer, checkpoint, federation, grid, methods, resume, run
 from fedmll.client import Client
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError, DataError
@@ -411,3 +411,26 @@ def test_two_processes_do_not_start_in_one_folder(tmp_path: Path) -> None:
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
     assert run(small(), out, observer=Meanwhile()).experiment.seed == 0
+
+
+# One table, one dataset
+
+
+def test_a_comparison_does_not_mix_two_datasets(tmp_path: Path) -> None:
+    csv = folder_of_images(tmp_path)
+
+    def compare(*seeds: int) -> grid.Grid:
+        variants = [grid.parse_variant(name, str) for name in ("fedavg", "fedprox")]
+        plan = grid.Grid(own_images(tmp_path, training__rounds=1), variants, seeds, tmp_path / "grid")
+        plan.go(lambda cell: Observer(), lambda rounds: None)
+        return plan
+
+    compare(0)
+    text = csv.read_text()
+    csv.write_text("\n".join(text.splitlines()[:-2]) + "\n")
+    with pytest.raises(DataError, match="the training data has 46 samples, not 48"):
+        compare(0, 1)
+    assert not (tmp_path / "grid" / "fedavg" / "seed-1").exists()
+    compare(0)  # nothing new comes in: what is finished can still be shown
+    csv.write_text(text)
+    assert len(compare(0, 1).comparison().finished) == 4

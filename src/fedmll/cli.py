@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from fedmll import cli_data, cli_federation
+from fedmll import cli_compare, cli_data, cli_federation
 from fedmll.cli_options import (
-    OWN,
     Backbone,
     Clients,
     DataName,
@@ -29,7 +28,6 @@ from fedmll.cli_options import (
     experiment_from,
     fresh_folder,
     given,
-    parse_value,
     stoppable,
     with_optional_value,
 )
@@ -141,96 +139,7 @@ def resume(
     display.show_result(result)
 
 
-@app.command()
-def compare(
-    file: File = None,
-    method_names: Annotated[
-        str, typer.Option("--methods", help="Names, comma-separated; options as fedprox:mu=0.1+weights=equal.")
-    ] = "centralized,fedavg,fedavg-pl,fedprox",
-    seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated.")] = "0,1,2",
-    data: DataName = None,
-    root: Root = None,
-    backbone: Backbone = None,
-    clients: Clients = None,
-    rounds: Rounds = None,
-    workers: Workers = None,
-    device: Device = None,
-    skip_unreadable: SkipUnreadable = False,
-    out: Annotated[Path | None, typer.Option("--out", help="The grid's folder. The same one again: goes on.")] = None,
-    tune: Annotated[
-        str | None,
-        typer.Option("--tune", help="e.g. training.lr=1e-4,3e-4,1e-3: each method's best on validation data."),
-    ] = None,
-    vary: Annotated[
-        str | None, typer.Option("--vary", help="e.g. partition.labels_per_client=2,5,10: every method at every value.")
-    ] = None,
-    metrics: Annotated[str | None, typer.Option("--metrics", help="The table's columns, comma-separated.")] = None,
-    against: Annotated[
-        str | None, typer.Option("--against", help="A row: also show the margins over it, paired by seed.")
-    ] = None,
-    settings: Set = None,
-    as_published: Published = None,
-) -> None:
-    """Compare methods over seeds on the same data: mean ± std in the terminal, table.md and table.csv."""
-    from fedmll import display, files, grid
-
-    if as_published == OWN:
-        raise ConfigError("In a comparison all rows train alike: say whose paper, for example --as-published fedmlp.")
-    base = experiment_from(
-        file,
-        {
-            "data.name": data,
-            "data.root": root,
-            "data.skip_unreadable": skip_unreadable or None,
-            "model.backbone": backbone,
-            "partition.clients": clients,
-            "training.rounds": rounds,
-            "engine.workers": workers,
-            "engine.device": device,
-        },
-        settings,
-        as_published,
-    )
-    key, values = parse_values("--tune", tune)
-    names = grid.crossed([name.strip() for name in method_names.split(",")], *parse_values("--vary", vary))
-    out = out or fresh_folder(f"compare-{Path(base.data.name).stem}")
-    variants = [grid.parse_variant(name, parse_value) for name in names]
-    plan = grid.Grid(base, variants, parse_seeds(seeds), out, None if key is None else (key, values), against)
-    with display.RunProgress(plan.rounds) as progress, stoppable(f"the same command with --out {out}"):
-
-        def watch(cell: grid.Cell) -> display.RunProgress:
-            progress.label = f"{cell.variant.label}, seed {cell.seed}"
-            return progress
-
-        comparison = plan.go(watch, progress.skip)
-    columns = metrics.split(",") if metrics else grid.SHOWN
-    tables = [grid.table(comparison, columns)]
-    if against is not None:
-        tables.append(grid.margins(comparison, against, columns))
-    files.write(out / "table.md", "\n".join(display.markdown(*table) for table in tables))
-    grid.write_csv(comparison, out / "table.csv")
-    title = f"{base.data.name}, {base.training.rounds} rounds, seeds {seeds}; test data, mean ± std"
-    for table in tables:
-        display.console.print(display.plain_table(title, *table))
-    display.console.print(f"tables and every run in {out}", soft_wrap=True)
-
-
-def parse_seeds(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"--seeds takes whole numbers, comma-separated, for example 0,1,2; it got '{text}'."
-        ) from None
-
-
-def parse_values(option: str, text: str | None) -> tuple[str | None, list[Any]]:
-    if text is None:
-        return None, []
-    key, equals, values = text.partition("=")
-    if not equals or "." not in key:
-        raise ConfigError(f"{option} takes section.key=a,b,c, for example training.lr=1e-4,3e-4,1e-3; it got '{text}'.")
-    return key, [parse_value(value) for value in values.split(",")]
+cli_compare.register(app)
 
 
 @app.command("methods")

@@ -98,22 +98,6 @@ def experiment_from(
     return Experiment.make(values)
 
 
-def names_in(text: str | None) -> tuple[str, ...]:
-    """Names, comma-separated."""
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
-
-
-def window_in(text: str | None) -> tuple[float, float] | None:
-    """LOW,HIGH"""
-    if text is None:
-        return None
-    try:
-        low, high = (float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--window takes LOW,HIGH, for example 0,4095; it got '{text}'.") from None
-    return low, high
-
-
 def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
     """The values with what a paper says where they say nothing; what it says and cannot be set here is named."""
     from fedmll import display, methods
@@ -140,6 +124,22 @@ def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
     for key, what in missing.items():
         display.errors.print(f"[yellow]not as published:[/] {key}; the paper: {what}", highlight=False, soft_wrap=True)
     return merged(values, added)
+
+
+def names_in(text: str | None) -> tuple[str, ...]:
+    """Names, comma-separated."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def window_in(text: str | None) -> tuple[float, float] | None:
+    """LOW,HIGH"""
+    if text is None:
+        return None
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--window takes LOW,HIGH, for example 0,4095; it got '{text}'.") from None
+    return low, high
 
 
 @contextmanager

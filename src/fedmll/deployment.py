@@ -82,7 +82,7 @@ def serve(experiment: Experiment, server: Server, out: Path, observer: Observer 
     runner.check_vacant(out)
     check_address(server.host, server.port)
     mine = own_data(experiment, observer or Observer())
-    runner.create(out, experiment.settled(mine.decided))
+    runner.create(out, settled(experiment, mine.test.sample_shape))
     files.write(out / "server.json", json.dumps(asdict(server), indent=2) + "\n")
     return go_on(out, observer)
 
@@ -159,6 +159,11 @@ def drive(
     return result
 
 
+def settled(experiment: Experiment, shape: tuple[int, ...]) -> Experiment:
+    """The experiment with what the sites must not each decide for themselves."""
+    return experiment.settled(federation.decisions(shape, has_validation=False) | {"partition.kind": "natural"})
+
+
 def told(experiment: Experiment) -> dict[str, Any]:
     """What the sites are told of an experiment: not where the server's data lies, and none of its own settings."""
     own = find(experiment.method.name).server_only
@@ -176,14 +181,6 @@ class OwnData:
 
     test: Dataset
     unlabelled: Dataset | None
-    size: tuple[int, int] | None = None  # of the images, of a composite: of its source's
-    window: tuple[float, float] | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def decided(self) -> dict[str, Any]:
-        """What is open in an experiment: the sites are its clients, and hold out."""
-        return federation.decisions(self.test.sample_shape, False, True, self.size, self.window)
 
 
 def own_data(experiment: Experiment, observer: Observer) -> OwnData:
@@ -201,14 +198,17 @@ def own_data(experiment: Experiment, observer: Observer) -> OwnData:
     if data.name.startswith("folder:"):
         file = Path(data.name.partition(":")[2]).expanduser()
         test, train, found = site.load_test(file, data.root, data.size, data.reading, observer.preparing)
+        for note in found.notes:
+            observer.warning(note)
         if not len(test):
             raise DataError(f"The server's own data, {data.name}, has no row with split = test.")
-        _, height, width = test.sample_shape
-        return OwnData(test, train if len(train) else None, (height, width), found.window, found.notes)
+        return OwnData(test, train if len(train) else None)
     splits = sources.load(
         data.name, data.root, data.size, experiment.seed, data.composition, observer.preparing, data.reading
     )
-    return OwnData(splits.test, None, splits.size, splits.window, splits.notes)
+    for note in splits.notes:
+        observer.warning(note)
+    return OwnData(splits.test, None)
 
 
 def _check(experiment: Experiment) -> None:
@@ -271,5 +271,4 @@ def _federation(
         source=nothing,
         pooled_rows=np.zeros(0, np.int64),
         decided={},
-        notes=mine.notes,
     )

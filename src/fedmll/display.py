@@ -23,6 +23,12 @@ if not console.is_terminal:
 
 HEADLINES = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "micro_f1", "bacc", "accuracy")
 
+# Of the families of averages (metrics.Report.left_out) the two pairs that lose the same classes: their names, and why.
+LEFT_OUT = {
+    "f1": ("AP, F1, precision and recall", "no positive"),
+    "auc": ("AUC and balanced accuracy", "no positive, or no negative,"),
+}
+
 
 class RunProgress(Observer):
     """One bar over rounds: clients done, the current metric, time left. `label` names the run where there are several.
@@ -131,10 +137,10 @@ def result_table(result: Result) -> Table:
 
 def show_result(result: Result) -> None:
     console.print(result_table(result))
-    left_out = {family: names for family, names in result.summary["left_out"].items() if names}
-    for family, names in left_out.items():
-        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        console.print(f"[yellow]left out of {family}[/] (no positive, or no negative, in the test data): {listed}")
+    for family, (averages, lacking) in LEFT_OUT.items():
+        if names := result.summary["left_out"].get(family):
+            listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            console.print(f"[yellow]left out of {averages}[/] ({lacking} in the test data): {escape(listed)}")
     touched = {rule: count for rule, count in result.summary["partition"].items() if count}
     if touched:
         console.print("partition: " + ", ".join(f"{count} samples {rule}" for rule, count in touched.items()))

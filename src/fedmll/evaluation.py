@@ -19,6 +19,25 @@ from fedmll.methods.base import Method
 if TYPE_CHECKING:
     from fedmll.federation import Federation
 
+VALIDATED = ("macro_auc", "map", "macro_f1")  # also on validation data, as val_…
+_POSITIVE, _BOTH = "a class with a positive", "a class with a positive and a negative"
+_HELD_OUT = "in samples that the clients themselves hold out (partition.holdout)"
+
+# Every metric that `evaluate_pooled` can give, and what it needs: without that it is undefined.
+METRICS: dict[str, str] = {
+    **dict.fromkeys(("macro_auc", "micro_auc", "auc", "bacc"), f"{_BOTH} in the test data"),
+    **dict.fromkeys(("macro_f1", "micro_f1", "map", "c_ap", "o_ap"), f"{_POSITIVE} in the test data"),
+    **dict.fromkeys(("c_p", "c_r", "c_f1", "o_p", "o_r", "o_f1"), f"{_POSITIVE} in the test data"),
+    "hamming": "a known target in the test data",
+    **dict.fromkeys(("macro_f1_tuned", "micro_f1_tuned"), f"{_POSITIVE} in the test data, and validation data"),
+    "accuracy": "test samples that all have exactly one label",
+    "val_macro_auc": f"{_BOTH} in the validation data",
+    **dict.fromkeys(("val_map", "val_macro_f1"), f"{_POSITIVE} in the validation data"),
+    **dict.fromkeys(("client_mean_auc", "client_worst_auc"), f"{_BOTH} {_HELD_OUT}"),
+    **dict.fromkeys(("client_mean_map", "client_worst_map"), f"{_POSITIVE} {_HELD_OUT}"),
+    **dict.fromkeys(("client_mean_macro_f1", "client_worst_macro_f1"), f"{_POSITIVE} {_HELD_OUT}"),
+}
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -50,7 +69,7 @@ def evaluate_pooled(data: Federation, scores: Mapping[str, NDArray[np.float32]])
         values["accuracy"], report.per_class["accuracy"] = metrics.accuracy(test, data.test.labels)
     if len(validation):
         found = metrics.evaluate(validation, data.validation.labels, data.validation.classes).values
-        values |= {f"val_{name}": found[name] for name in ("macro_auc", "map", "macro_f1")}
+        values |= {f"val_{name}": found[name] for name in VALIDATED}
     held_out = scores.get("held-out", validation)
     if len(held_out) and len(data.held_out):
         clients = metrics.per_client(held_out, data.held_out.labels, data.held_out_owner, data.held_out.classes)

@@ -20,10 +20,10 @@ M = TypeVar("M", bound=BaseModel)
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
-DEFAULT_CLIENTS = 10
-SAY_CLIENTS = ("folder", "packed")  # sources that may say which client a sample belongs to
 AUTO = "auto"
 COMPOSITE = "ml-"
+DEFAULT_CLIENTS = 10
+SAY_CLIENTS = ("folder", "packed")  # sources that may say which client a sample belongs to
 
 
 class Section(BaseModel):
@@ -211,8 +211,7 @@ class Experiment(Section):
             self.training.keep = method.keep
         _ = self.data.reading  # refuses what is no window, and columns named twice
         clients, count = self.partition.clients, self.participation.count
-        says_clients = self.data.source in SAY_CLIENTS and not self.data.composite
-        if clients is None and self.partition.kind == AUTO and not says_clients:
+        if clients is None and self.partition.kind == AUTO and self.data.source not in SAY_CLIENTS:
             clients = DEFAULT_CLIENTS
         if clients and count and count > clients:
             raise ConfigError(

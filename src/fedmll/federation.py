@@ -51,7 +51,7 @@ class Federation:
 
     def of(self, experiment: Experiment) -> Federation:
         """The same data for another experiment (another method, other training)."""
-        return replace(self, experiment=experiment.settled(self.decided, self.notes))
+        return replace(self, experiment=experiment.settled(self.decided))
 
     @cached_property
     def facts(self) -> dict[str, Facts]:
@@ -111,15 +111,10 @@ class Federation:
 
 def build(experiment: Experiment, progress: Progress = silent) -> Federation:
     """Load the data and divide it, all from the seed. The result's experiment says what the data decided."""
-    splits = _narrowed(experiment, _load(experiment, progress))
-    decided = decisions(
-        splits.train.sample_shape,
-        splits.validation is not None,
-        splits.train.groups is not None,
-        splits.size,
-        splits.window,
-    )
-    experiment = experiment.settled(decided, splits.notes)
+    splits = _load(experiment, progress)
+    decided = _decided(splits)
+    experiment = experiment.settled(decided)
+    splits = _narrowed(experiment, splits)
     own, servers = _server_share(experiment, splits.train)
     clients_data = splits.train.subset(own)
     divided = divide(experiment, clients_data)
@@ -160,25 +155,24 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
     )
 
 
-def decisions(
-    shape: tuple[int, ...],
-    has_validation: bool,
-    has_clients: bool,
-    size: tuple[int, int] | None = None,
-    window: tuple[float, float] | None = None,
-) -> dict[str, Any]:
-    """What is decided by the data, where the experiment leaves it open: who holds out, which stem a ResNet has, who the
-    clients are, the size of images (of a composite: of its source's) and the window of deep ones."""
+def decisions(shape: tuple[int, ...], has_validation: bool) -> dict[str, Any]:
+    """What the data decides where the experiment leaves it open: how much is held out, which stem a ResNet has."""
     small = len(shape) == 3 and shape[1] <= SMALL_IMAGES
-    found: dict[str, Any] = {
+    return {
         "partition.holdout": 0.0 if has_validation else HOLDOUT,
         "model.stem": "cifar" if small else "imagenet",
-        "partition.kind": "natural" if has_clients else "dirichlet",
     }
-    if size is not None:
-        found["data.size"] = size[0] if size[0] == size[1] else size
-    if window is not None:
-        found["data.window"] = window
+
+
+def _decided(splits: Splits) -> dict[str, Any]:
+    """Also: natural clients or not, the images' size and their range."""
+    found = decisions(splits.train.sample_shape, splits.validation is not None)
+    found["partition.kind"] = "dirichlet" if splits.train.groups is None else "natural"
+    if splits.size is not None:
+        height, width = splits.size
+        found["data.size"] = height if height == width else splits.size
+    if splits.window is not None:
+        found["data.window"] = splits.window
     return found
 
 

@@ -1,10 +1,11 @@
 """Every metric of the papers, exact and vectorised. Figures are percent; unknown targets (−1) are left out of all.
 
 Which classes an average is over:
-  macro_auc, auc, bacc              classes with a positive and a negative among the known entries
-  c_ap, map                         classes with a positive
-  macro_f1, c_p, c_r                classes with a known entry; 0 / 0 counts as 0 (scikit-learn's zero_division=0)
-`Report.left_out` names the others. A metric of which nothing is left is NaN, never 0.
+  macro_auc, auc, bacc                classes with a positive and a negative among the known entries
+  c_ap, map                           classes with a positive
+  macro_f1, macro_f1_tuned, c_p, c_r  classes with a positive; one that is never predicted has precision 0
+`Report.left_out` names the others. A metric of which nothing is left is NaN, never 0; so are the pooled micro_f1, o_ap,
+o_p, o_r and o_f1 where no class has a positive.
 
 A prediction is p > 0.5 for macro_f1, micro_f1, bacc and hamming, and p ≥ 0.5 for c_p, c_r, c_f1, o_p, o_r and o_f1: the
 papers differ, and a model that outputs exactly 0.5 notices.
@@ -36,7 +37,7 @@ class Report:
     """values     percent, by metric name
     per_class  (C,) arrays: ap, auc, f1 and bacc (p > 0.5), precision and recall (p ≥ 0.5), all in percent and NaN where
                undefined; positives and known, counts. The mean of f1 is macro_f1, that of precision is c_p.
-    left_out   by family (auc, ap, bacc, f1), the classes its averages are without"""
+    left_out   by family, the classes its averages are without: auc, bacc, ap, and f1 for F1, precision and recall"""
 
     values: dict[str, float]
     per_class: dict[str, NDArray[Any]]
@@ -107,8 +108,9 @@ def evaluate(
 def best_thresholds(scores: NDArray[np.floating], targets: NDArray[np.int8]) -> Floats:
     """(C,): the threshold of each class at which `p > threshold` has the highest F1 on this (validation) data, exactly.
 
-    It lies midway between two neighbouring scores. Of equal cuts the highest is taken; a class without a positive gets
-    0.5; where it is best to predict the class for every sample and a score is 0, the threshold is −0.5.
+    It lies midway between two neighbouring scores. Of equal cuts the highest is taken; a class without a positive here
+    tells nothing and keeps the usual 0.5; where it is best to predict the class for every sample and a score is 0, the
+    threshold is −0.5.
     """
     scores, targets = _checked(scores, targets)
     best = np.full(scores.shape[1], 0.5)
@@ -152,11 +154,7 @@ def accuracy(scores: NDArray[np.floating], targets: NDArray[np.int8]) -> tuple[f
 def per_client(
     scores: NDArray[np.floating], targets: NDArray[np.int8], owner: NDArray[np.integer], classes: Sequence[str]
 ) -> ClientReport:
-    """Each client's own metrics on its own samples: sample n belongs to client `owner[n]`.
-
-    auc and map average over classes as `evaluate` does. macro_f1 here is over the classes of which the client has a
-    positive: a client has few of them, and counting the rest as 0 would measure how many classes it has.
-    """
+    """Each client's own metrics on its own samples, as `evaluate` has them: sample n belongs to client `owner[n]`."""
     scores, targets = _checked(scores, targets, len(classes))
     owner = np.asarray(owner)
     if owner.shape != (len(scores),) or owner.dtype.kind not in "iu":
@@ -167,8 +165,7 @@ def per_client(
     total, defined = np.zeros((3, len(clients))), np.zeros((3, len(clients)))
     for block in _blocks(scores, targets, place, len(clients)):
         auc, ap = block.levels().areas()
-        confusion = _Confusion(block.confusion(block.scores > 0.5))
-        f1 = np.where(confusion.positives > 0, confusion.f1, np.nan)
+        f1 = _Confusion(block.confusion(block.scores > 0.5)).f1
         shares = np.stack([auc, ap, f1]).reshape(3, len(block.scores), len(clients))
         total += np.nansum(shares, axis=1)
         defined += np.isfinite(shares).sum(axis=1)
@@ -187,16 +184,13 @@ class _Confusion:
     def __init__(self, cells: Floats) -> None:
         tn, fp, fn, tp = cells
         self.cells, self.positives, self.known = cells, fn + tp, cells.sum(axis=0)
-        self.precision = self._share(tp, tp + fp)
-        self.recall = self._share(tp, tp + fn)
-        self.f1 = self._share(2 * tp, 2 * tp + fp + fn)
-        self.error = self._share(fp + fn, self.known)
-        with np.errstate(invalid="ignore"):  # 0 / 0: no positive or no negative, so NaN is meant
-            self.bacc = (tp / (tp + fn) + tn / (tn + fp)) / 2
-
-    def _share(self, part: Floats, whole: Floats) -> Floats:
-        """0 / 0 is 0, as in scikit-learn, unless nothing at all is known: then it is NaN."""
-        return np.where(self.known > 0, part / np.maximum(whole, 1), np.nan)
+        with np.errstate(invalid="ignore"):  # 0 / 0: no positive, no negative or nothing known, so NaN is meant
+            self.recall = tp / self.positives
+            self.f1 = np.where(self.positives > 0, 2 * tp / (2 * tp + fp + fn), np.nan)
+            self.bacc = (self.recall + tn / (tn + fp)) / 2
+            self.error = (fp + fn) / self.known
+        # A class that has positives but is never predicted: scikit-learn's zero_division=0.
+        self.precision = np.where(self.positives > 0, tp / np.maximum(tp + fp, 1), np.nan)
 
     def pooled(self) -> _Confusion:
         return _Confusion(self.cells.sum(axis=1, keepdims=True))

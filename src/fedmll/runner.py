@@ -170,7 +170,7 @@ def _go(data: Federation, engine: Engine, out: Path, observer: Observer, before:
 class _Run:
     def __init__(self, data: Federation, engine: Engine, out: Path, observer: Observer, log: logging.Logger) -> None:
         self.federation, self.engine, self.out, self.observer, self.log = data, engine, out, observer, log
-        self.experiment = data.experiment
+        self.experiment, self.notes = data.experiment, (*data.notes, *data.experiment.notes)
         self.checkpoints = out / "checkpoint"
         self.rows: list[Row] = []
         self.best: dict[str, float] = {}
@@ -181,7 +181,7 @@ class _Run:
         state, first = self._resumed()
         self.observer.started(self.experiment, self.federation, first)
         self.log.info("%s from round %d of %d", self.experiment.method.name, first, self.experiment.training.rounds)
-        for text in self.experiment.notes:
+        for text in self.notes:
             self.log.info(text)
             self.observer.note(text)
         for number in range(first, self.experiment.training.rounds + 1):
@@ -301,7 +301,7 @@ class _Run:
             "clients": len(data.names),
             "classes": list(data.train.classes),
             "samples": {"train": trained, "validation": len(data.validation), "test": len(data.test)},
-            "notes": list(self.experiment.notes),
+            "notes": list(self.notes),
             "partition": data.report,
             "parameters": engine.weights.parameter_end,
             "seconds": round(sum(row["seconds"] for row in self.rows), 3),

@@ -53,12 +53,18 @@ def test_one_class_goes_round() -> None:
         [1, 0, 0],
         [0, 1, 0],
     ]
+    assert annotate("one-class", 12, 12, 0).astype(int).tolist() == np.eye(12).tolist()  # just enough clients
+
+
+def test_as_default_nothing_is_missing() -> None:
+    assert annotate("missing", 3, 4, 0).all()
 
 
 @pytest.mark.parametrize(
     ("kind", "clients", "missing", "hint"),
     [
         ("missing", 10, 4, "annotation.missing = 4 is not possible with 4 classes"),
+        ("missing", 10, 4, "each client must annotate at least one. Use 0 to 3."),
         ("missing", 10, -1, "annotation.missing = -1 is not possible"),
         ("missing", 1, 1, "Lower annotation.missing to 0 or less"),
         ("missing", 3, 3, "Lower annotation.missing to 2 or less"),

@@ -222,7 +222,8 @@ def test_what_only_the_user_can_give_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_options_are_the_papers(name: str) -> None:
-    expected = {"keep": "best" if name == "centralized" else "last"} | {option: value for option, (value, _) in DEFAULTS[name].items()}
+    keep = "best" if name == "centralized" else "last"
+    expected = {"keep": keep} | {option: value for option, (value, _) in DEFAULTS[name].items()}
     found = options_of(name)
     assert found == expected
     assert {option: type(value) for option, value in found.items()} == {o: type(v) for o, v in expected.items()}

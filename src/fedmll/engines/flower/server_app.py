@@ -52,7 +52,8 @@ def simulate(experiment: Experiment, sites: Path, out: Path, address: str | None
     if not count:
         raise ConfigError(f"{sites} holds no site: NAME.json for each is needed.")
     if not (out / "experiment.toml").exists():
-        runner.create(out, experiment.settled(deployment.own_data(experiment, Observer()).decided))
+        shape = deployment.own_data(experiment, Observer()).test.sample_shape
+        runner.create(out, deployment.settled(experiment, shape))
     os.environ |= quiet_flower(out / "flower") | {SITES: str(sites.resolve()), OUT: str(out.resolve())}
     from flwr.simulation import run_simulation
 
