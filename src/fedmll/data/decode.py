@@ -140,8 +140,6 @@ def decoded_images(
     found = _look_from(remembered(content_key(key, "look"), look))
     window, sides = found.window(reading), found.sides(size)
     refused = found.refused(reading)
-    if found.largest == (0, 0):  # not one could be opened
-        return Decoded(np.zeros((len(refused), 1, *sides), np.uint8), refused, None, ())
     pixels = content_key(key, "pixels", sides, window)
 
     def prepare() -> tuple[Shape, Callable[[NDArray[np.uint8]], None]]:
