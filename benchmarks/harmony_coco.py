@@ -17,9 +17,9 @@ import numpy as np
 
 from fedmll import federation
 from fedmll.analysis import correlation_picture as picture
+from fedmll.comparison import mean_and_spread
 from fedmll.display import console, markdown
 from fedmll.experiment import Experiment
-from fedmll.grid import mean_and_spread
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedmll import files
 from fedmll.evaluation import METRICS
@@ -136,9 +137,12 @@ def _figure(comparison: Comparison, rows: list[Row], values: dict[int, float], s
     found = np.array(list(values.values()))
     if np.isnan(found).any():
         return "–"
-    spread = f" ± {found.std(ddof=1):.2f}" if len(found) > 1 else ""
     missing = f" ({len(found)} of {len(comparison.seeds)})" if len(found) < len(comparison.seeds) else ""
-    return f"{found.mean():{sign}.2f}{spread}{missing}"
+    return mean_and_spread(found, sign) + missing
+
+
+def mean_and_spread(values: NDArray[np.float64], sign: str = "") -> str:
+    return f"{values.mean():{sign}.2f}" + (f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else "")
 
 
 def notes(comparison: Comparison, metrics: Sequence[str]) -> list[str]:

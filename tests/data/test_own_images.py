@@ -168,7 +168,7 @@ def test_a_site_holds_out_the_patients_that_a_simulation_does(tmp_path: Path) ->
     found = federation.build(experiment(tmp_path, name, **PATIENTS, partition__holdout=0.25))
     north = found.train.rows[found.samples[0]]
     lines = (tmp_path / "labels.csv").read_text().splitlines()
-    own = [lines[0], *(lines[row + 1] for row in sorted([*north, *found.validation.rows[found.held_out_owner == 0]]))]
+    own = [lines[0], *(lines[row + 1] for row in sorted([*north, *found.held_out.rows[found.held_out_owner == 0]]))]
     (tmp_path / "north.csv").write_text("\n".join(own).replace(",client", ",note2"))
     here = Site(
         "north", tmp_path / "north.csv", tmp_path / "images", tmp_path, (), "cpu", ("age", "note", "note2"), "patient"

@@ -24,7 +24,6 @@ from fedmll.data.dataset import Dataset
 from fedmll.data.unlabelled import read_images
 from fedmll.errors import ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
-from fedmll.grid import crossed
 from fedmll.message import Message
 from fedmll.methods._rows import HeadRows, own_rows
 from fedmll.methods._tuning import one_thread
@@ -318,13 +317,6 @@ def test_coverage_table() -> None:
     _, rows = coverage.table(counts, ["x", "y"])
     assert rows == [["x", "0", "1.0", "2", "1", "1"], ["y", "0", "0.8", "3", "3", "2"]]
     assert coverage.as_csv(counts, ["x", "y"]).splitlines()[:2] == ["round,x,y", "1,1,0"]
-
-
-def test_a_sweep_is_every_method_at_every_value() -> None:
-    assert crossed(["a", "b:mu=1"], "partition.beta", [0.1, 2]) == [
-        "a:partition.beta=0.1", "b:mu=1+partition.beta=0.1", "a:partition.beta=2", "b:mu=1+partition.beta=2",
-    ]  # fmt: skip
-    assert crossed(["a"], None, []) == ["a"]
 
 
 def test_the_commands(tmp_path: Path) -> None:
