@@ -227,11 +227,33 @@ def test_large_composites_are_mapped_once_for_each_seed(cache_folder: Path, monk
         ({"singles": True}, "data.singles must be"),
         ({"pairs": "all"}, "data.pairs must be"),
         ({"pairs": 0}, "Give both as numbers"),
+        ({"singles": 0}, "Give both as numbers"),
+        ({"singles": 0, "pairs": 0}, "Give both as numbers"),
+        ({"singles": "auto"}, "data.singles must be .* or proportional or all; it is 'auto'"),
+        ({"pairs": "auto"}, "data.pairs must be .* or proportional; it is 'auto'"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CompositeOptions.from_mapping(options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"singles": 1}, {"pairs": 1}, {"singles": 0, "pairs": 1}, {"singles": 1, "pairs": 0}]
+)
+def test_options_that_make_something_are_taken(options: dict[str, object]) -> None:
+    CompositeOptions.from_mapping(options)
+
+
+def test_given_numbers_use_an_image_at_most_once() -> None:
+    given = source()
+    used = used_rows(compose(given, CompositeOptions(singles=10, pairs=10), seed=0).train, given.train)
+    assert len(used) == len(set(used)) == 10 * 10 + 45 * 10 * 2
+
+
+def test_a_class_of_one_image_is_in_as_many_pairs_as_the_others_if_images_are_used_again() -> None:
+    made = compose(source(train=[3, 40, 90], test=[1, 20, 45], classes=3), CompositeOptions(singles="all"), seed=0)
+    assert pair_counts(made.test.labels)[0, 1] == pair_counts(made.test.labels)[1, 2] == round(50 * 66 / 133)
 
 
 def test_too_few_source_images_name_the_class_and_the_numbers() -> None:

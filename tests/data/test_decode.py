@@ -113,6 +113,13 @@ def test_an_image_that_cannot_be_decoded_does_not_stop_the_others() -> None:
     assert decoded_images("key", must_not_be_called, None).unreadable == found.unreadable, "the cache remembers them"
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_not_one_that_can_be_opened(count: int) -> None:
+    found = decoded_images("key", lambda: images_of([b"nothing"] * count), None)
+    assert list(found.unreadable) == list(range(count))
+    assert (found.store.shape[0], found.window, found.notes) == (count, None, ())
+
+
 def test_a_disk_that_fails_is_not_taken_for_a_bad_image(tmp_path: Path, cache_folder: Path) -> None:
     """It may be better the next time: nothing is remembered."""
     (tmp_path / "0.png").write_bytes(encode(random_pixels(8, 8)))
@@ -169,7 +176,7 @@ def test_32_bit_images_need_a_window_and_the_reason_proposes_it(kind: type) -> N
     files = [tiff(np.array([[-1000, 0], [500, 3000]], kind)), encode(random_pixels(2, 2))]
     found = decoded_images("key", lambda: images_of(files), None)
     assert list(found.unreadable) == [0]
-    assert "--set 'data.window=[-1000.0,3000.0]'" in found.unreadable[0]
+    assert found.unreadable[0].endswith("all values are in --set 'data.window=[-1000.0,3000.0]'")
     read = decoded_images("key", lambda: images_of(files), None, Reading(window=(-1000, 1000)))
     assert not read.unreadable
     assert read.store[0, 0].tolist() == [[0, 128], [192, 255]]

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedmll import federation, site
+from fedmll import federation, run, site
 from fedmll.cli import app
 from fedmll.data.pack import pack
 from fedmll.data.reading import Reading
@@ -18,6 +18,7 @@ from fedmll.data.sources import load
 from fedmll.engines.site_worker import recall_site, remember_site
 from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
+from fedmll.runner import resume
 from fedmll.site import Site
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
@@ -120,6 +121,19 @@ def test_real_chest_x_rays_still_have_natural_clients(tmp_path: Path) -> None:
         patients = np.unique(arrays["patient_id"][arrays["split"] == 0])
     wanted = {"data.name": f"packed:{file}", "data.size": 8, "partition.kind": "natural"}
     assert len(federation.build(Experiment().changed(wanted)).names) == len(patients)
+
+
+def test_a_run_stores_what_its_data_decided_and_goes_on_with_it(tmp_path: Path) -> None:
+    name = hospital(tmp_path, height=150, width=200, bits=12)
+    spoil(tmp_path)
+    quick = {"model.channels": (4, 8), "training.rounds": 1, "engine.workers": 0}
+    wanted = experiment(tmp_path, name, data__skip_unreadable=True, data__size=16).changed(quick)
+    first = run(wanted, tmp_path / "run")
+    stored = Experiment.load(tmp_path / "run" / "experiment.toml")
+    assert (stored.partition.kind, stored.data.size, stored.data.window) == ("natural", 16, (0, 4095))
+    for said in ("200 × 150 resized to 16 × 16", "0 … 4095 became 0 … 255", "left out (--skip-unreadable): 3"):
+        assert any(said in note for note in first.summary["notes"])
+    assert len(resume(tmp_path / "run", rounds=2).rows) == 2
 
 
 # --- patients

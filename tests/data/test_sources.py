@@ -470,7 +470,7 @@ def test_a_changed_image_is_decoded_again_and_a_changed_label_is_not(tmp_path: P
     ("old", "new", "said"),
     [
         ("3.png", "lost.png", r"1 of its 8 images do not exist: row 5: '.*lost.png'"),
-        ("2.png,,1", "2.png,2,1", r"1 cell of column 'cat' \(row 4: '2'\).*data.ignore=\[\"cat\"\]'"),
+        ("2.png,,1", "2.png,2,1", r"1 in column 'cat' \(row 4: '2'\).*data.ignore=\[\"cat\"\]'"),
         ("2.png,,1", "2.png,-1,1", r"column 'cat' \(row 4: '-1'\)"),
         ("2.png,,1", "2.png,yes,1", r"column 'cat' \(row 4: 'yes'\)"),
         ("cat,dog", "cat,cat", "class 'cat' appears twice"),

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from fedmll.data.dataset import Dataset
-from fedmll.data.targets import one_hot, split_at_random, splits_of, straddling, three_valued, whole_groups
+from fedmll.data.targets import (
+    check_classes,
+    one_hot,
+    split_at_random,
+    splits_of,
+    straddling,
+    three_valued,
+    whole_groups,
+)
 from fedmll.errors import DataError
 
 
@@ -20,6 +28,12 @@ def test_one_hot_and_class_numbers_out_of_range() -> None:
     for wrong in (-1, 3):
         with pytest.raises(DataError, match=f"here: sample 1 has the class number {wrong}, and there are 3 classes"):
             one_hot(np.array([0, wrong, wrong]), 3, "here")
+
+
+def test_a_class_has_one_name() -> None:
+    check_classes(("a", "b"), "here")
+    with pytest.raises(DataError, match="here: the class 'b' appears twice"):
+        check_classes(("a", "b", "c", "b"), "here")
 
 
 def test_three_values_and_nothing_else() -> None:

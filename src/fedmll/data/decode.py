@@ -84,11 +84,10 @@ class Look:
         """The images that cannot be used, and why."""
         if reading.window is not None or not self.wide:
             return dict(self.unreadable)
-        low, high = self.wide_range
-        reason = f"32-bit pixels from {low:g} to {high:g}: say what is black and white, for example " + (
-            reading.how_to_set("window", (low, high))
-        )
-        return self.unreadable | dict.fromkeys(self.wide, reason)
+        proposed = reading.how_to_set("window", [float(f"{value:g}") for value in self.wide_range])
+        first, *others = self.wide
+        reasons = {first: f"32-bit pixels: say what is black and white, all values are in {proposed}"}
+        return self.unreadable | reasons | dict.fromkeys(others, "32-bit pixels too")
 
     def notes(self, sides: tuple[int, int], window: Window | None) -> tuple[str, ...]:
         """What the user should know."""
@@ -141,8 +140,6 @@ def decoded_images(
     found = _look_from(remembered(content_key(key, "look"), look))
     window, sides = found.window(reading), found.sides(size)
     refused = found.refused(reading)
-    if found.largest == (0, 0):  # not one could be opened
-        return Decoded(np.zeros((len(refused), 1, *sides), np.uint8), refused, None, ())
     pixels = content_key(key, "pixels", sides, window)
 
     def prepare() -> tuple[Shape, Callable[[NDArray[np.uint8]], None]]:
