@@ -256,6 +256,11 @@ def test_a_best_value_at_the_edge_is_noted(world: World, best: float, named: str
     assert all(note.startswith(named or "") for note in notes(found, []))
 
 
+def test_of_two_values_each_is_an_edge(world: World) -> None:
+    world.score = best_at(0.1, 0.0)
+    assert "0.1, is the lowest" in notes(world.go("fedavg", [0], tune={"training.lr": [0.1, 0.2]}), [])[0]
+
+
 def test_words_and_single_values_have_no_edge(world: World) -> None:
     tune = {"training.optimizer": ["adam", "sgd"], "training.lr": [0.1], "method.weights": ["size", "equal"]}
     assert notes(world.go("fedavg", [0], tune=tune), []) == []

@@ -412,6 +412,16 @@ def test_scores_that_are_no_probabilities_are_refused(bad: float) -> None:
             call()
 
 
+def test_what_is_wrong_with_the_scores_is_said_as_it_is() -> None:
+    scores, targets = np.array([[0.5], [3.0]]), np.array([[True], [False]])
+    with pytest.raises(DataError, match=r"the lowest is 0\.5 and the highest 3\.0"):
+        evaluate(scores, targets, ("a",))
+    assert evaluate(scores / 3, targets, ("a",)).values["auc"] == 0  # true and false are targets too
+    assert evaluate(np.array([[0.2], [1 + 5e-7]]), targets, ("a",)).values["auc"] == 0  # rounded to just over 1
+    with pytest.raises(DataError, match="they go from -2 to 1"):
+        evaluate(scores / 3, np.array([[1], [-2]]), ("a",))
+
+
 def test_other_bad_input_is_refused() -> None:
     scores, targets = matrices(9, 10, 2)
     owner = np.zeros(10, dtype=np.int64)

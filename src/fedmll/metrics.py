@@ -295,18 +295,20 @@ def _checked(
             "scores must be float32 or float64 probabilities and targets integers (1 present, 0 absent, -1 unknown); "
             f"they are {scores.dtype} and {targets.dtype}."
         )
-    low, high = scores.min(initial=0), scores.max(initial=0)  # NaN comes through, and fails the comparison
+    if not scores.size:
+        return scores, targets.astype(np.int8)
+    low, high = scores.min(), scores.max()  # NaN comes through, and fails the comparison
     if not (low >= 0 and high <= 1 + 1e-6):  # a mean of probabilities may round to just over 1
         raise DataError(
             f"scores are NaN, infinite or outside [0, 1]: the lowest is {low} and the highest {high}. Metrics need "
             "probabilities: apply a sigmoid or softmax to logits. NaN means that training diverged: try a lower "
             "learning rate."
         )
-    if targets.min(initial=0) < -1 or targets.max(initial=0) > 1:
+    if targets.min() < -1 or targets.max() > 1:
         raise DataError(
             f"targets must be 1 (present), 0 (absent) or -1 (unknown); they go from {targets.min()} to {targets.max()}."
         )
-    return scores, targets.astype(np.int8, copy=False)
+    return scores, np.asarray(targets, np.int8)
 
 
 def _mean(shares: Floats) -> float:
