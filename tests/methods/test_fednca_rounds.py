@@ -59,6 +59,8 @@ def losses_of(
     for seen, batch in zip(passes, images, strict=True):
         y = all_targets[rows_of(batch.images, all_images)]
         h = seen.output.double().numpy()
+        if not option.get("ladm", True):  # one pooled feature for all classes
+            h = np.repeat(h.mean((2, 3))[:, None], CLASSES, axis=1)
         s = h @ m.T
         z = np.diagonal(s, axis1=1, axis2=2)
         if "logit_scale" in option:
@@ -83,6 +85,8 @@ def losses_of(
         {"lambda_neg": 2.0, "rejection": "hinge-topk", "tau": 0.4},
         {"contrast": "cosine"},
         {"contrast": "cosine", "temperature": 0.5},
+        {"ladm": False, "lambda_neg": 2.0},
+        {"ladm": False, "lambda_neg": 2.0, "rejection": "hinge-topk", "contrast": "cosine"},
     ],
     ids=str,
 )
@@ -92,7 +96,7 @@ def test_the_loss_of_a_client_in_the_second_round(
     with rounds_of(federation, nca(**option), tmp_path) as rounds:
         first = rounds.next()
         with watched(rounds.model.backbone) as images:
-            exchange, passes = rounds.train(first.exchanges[1].peer, rounds.model.ladm)
+            exchange, passes = rounds.train(first.exchanges[1].peer, rounds.model.ladm or rounds.model.backbone)
         expected = list(losses_of(exchange, rounds, passes, images, option))
     assert all(seen.training for seen in passes)
     assert len(expected) > 1
