@@ -175,3 +175,21 @@ def test_every_bce_method_takes_the_other_losses(name: str, loss: str) -> None:
     other = run(small(method__name=name, training__rounds=1, training__loss=loss))
     assert np.isfinite(other.rows[0]["loss"])
     assert other.rows[0]["loss"] != plain.rows[0]["loss"]
+
+
+def test_a_reply_says_how_many_steps_there_were_and_their_mean_loss(tmp_path: Path) -> None:
+    """With a learning rate of nothing every step has the loss of the weights that were sent."""
+    experiment = small(training__lr=1e-12, training__weight_decay=0.0, model__norm="group", training__local_epochs=2)
+    data = build(experiment)
+    engine = LocalEngine(data, tmp_path)
+    state = engine.start()
+    replies = list(engine.round(state, 1))
+    engine.close()
+    engine.weights.load(state)
+    for peer, reply in replies:
+        client = data.client(peer, 1, engine.method, engine.model, engine.weights)
+        with torch.no_grad():
+            losses = [engine.method.loss(client.model, batch, {}).item() for batch in client.batches()]
+        assert reply.numbers["steps"] == len(losses) > 2
+        assert reply.numbers["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+        assert reply.numbers["samples"] == len(client.data)
