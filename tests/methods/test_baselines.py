@@ -190,6 +190,7 @@ def test_a_reply_says_how_many_steps_there_were_and_their_mean_loss(tmp_path: Pa
         client = data.client(peer, 1, engine.method, engine.model, engine.weights)
         with torch.no_grad():
             losses = [engine.method.loss(client.model, batch, {}).item() for batch in client.batches()]
-        assert reply.numbers["steps"] == len(losses) > 2
+        assert reply.numbers["steps"] == len(losses)
         assert reply.numbers["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
         assert reply.numbers["samples"] == len(client.data)
+    assert max(reply.numbers["steps"] for _, reply in replies) > 3

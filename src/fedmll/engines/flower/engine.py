@@ -20,7 +20,7 @@ from fedmll.engines.flower.roster import Member, Roster
 from fedmll.engines.flower.site_app import BYE, EVALUATE, TRAIN
 from fedmll.engines.local import choose_device
 from fedmll.errors import ReplyRefused, TooFewReplies
-from fedmll.evaluation import Evaluation, evaluate_pooled, predict
+from fedmll.evaluation import VALIDATED, Evaluation, evaluate_pooled, predict
 from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
@@ -243,7 +243,7 @@ class FlowerEngine:
         clients = self._clients_evaluation(message)
         if clients is not None:
             means = clients.values
-            values = means | values | {f"val_{k}": means[k] for k in ("macro_auc", "map", "macro_f1") if k in means}
+            values = means | values | {f"val_{k}": means[k] for k in VALIDATED if k in means}
         return Evaluation(values, report, clients)
 
     def _clients_evaluation(self, message: Message) -> metrics.ClientReport | None:
