@@ -184,6 +184,12 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="images of the training data changed"):
         resume(tmp_path / "run")
     picture.write_bytes(original)
+    written = (tmp_path / "run" / "data.json").read_text()
+    for damaged in ("", "{", "[1]", '{"test": {}}', '{"test": 3}'):
+        (tmp_path / "run" / "data.json").write_text(damaged)
+        with pytest.raises(DataError, match=r"data\.json, which says what data the run began with, cannot be read"):
+            resume(tmp_path / "run")
+    (tmp_path / "run" / "data.json").write_text(written)
     assert len(resume(tmp_path / "run").rows) == 2
 
 

@@ -51,7 +51,9 @@ class Federation:
 
     def of(self, experiment: Experiment) -> Federation:
         """The same data for another experiment (another method, other training)."""
-        return replace(self, experiment=experiment.settled(self.decided))
+        other = replace(self, experiment=experiment.settled(self.decided))
+        other.__dict__["facts"] = self.facts  # the images are read once for all
+        return other
 
     @cached_property
     def facts(self) -> dict[str, Facts]:

@@ -59,7 +59,13 @@ def check_data(out: Path, facts: dict[str, Facts]) -> None:
     if not file.is_file():
         files.write(file, json.dumps(facts, indent=1) + "\n")
         return
-    found = changes(json.loads(file.read_text()), facts)
+    try:
+        found = changes(json.loads(file.read_text()), facts)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DataError(
+            f"{file}, which says what data the run began with, cannot be read. Put it back; or, if you are sure that "
+            "the data is the same, move it away, and it is written anew."
+        ) from None
     if found:
         raise DataError(
             f"The data is not what the run in {out} began with: {'; '.join(found)}. Nothing was changed. Put the data "
