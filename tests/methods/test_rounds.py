@@ -106,8 +106,10 @@ def test_the_server_averages_models_and_their_statistics(
 def test_training_sees_augmented_views_and_every_look_at_the_data_sees_it_as_it_is(
     federation: Federation, tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
-    experiment = twelve(method__name=name, training__augment="shift", training__rounds=1, **MISSING, **options)
+    """In the second round: FedHarmony's alignment has begun then."""
+    experiment = twelve(method__name=name, training__augment="shift", **MISSING, **options)
     with rounds_of(federation, experiment, tmp_path) as rounds:
+        rounds.next()
         peer = rounds.engine.peers[0]
         originals = {image.numpy().tobytes() for image in rounds.inputs(peer)}
         _, passes = rounds.train(peer, rounds.model.backbone)
