@@ -125,6 +125,10 @@ def test_methods_data_and_help(fedmll) -> None:  # type: ignore[no-untyped-def]
     assert "μ/2" in one
     assert "mu" in one
     assert "0.01" in one
+    fedmlp = fedmll("methods", "fedmlp").out
+    assert "[method] name = 'fedmlp'" in fedmlp
+    assert "first_stage (t1)" in fedmlp
+    assert "ImageNet weights of ResNet-18" in fedmlp
     assert "ml-cifar10" in fedmll("data", "list").out
     page = fedmll("run", "--help")
     assert page.code == 0
@@ -233,3 +237,38 @@ def test_track_writes_every_round_for_tensorboard(fedmll, tmp_path: Path) -> Non
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     curve = [(event.step, event.value) for event in events.Scalars("macro_auc")]
     assert curve == [(row["round"], pytest.approx(row["macro_auc"], rel=1e-6)) for row in rows]
+
+
+def test_as_published_sets_what_a_paper_says_and_names_the_rest(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    own = ["run", "--as-published", "--method", "fedlgt", *QUICK, "--backbone", "convnet", "--clients", "3"]
+    said = fedmll(*own, "--set", "training.local_epochs=1", "--set", "training.lr=0.5", "--out", "own")
+    assert said.code == 0, said.error
+    text = (tmp_path / "own" / "experiment.toml").read_text()
+    assert 'optimizer = "adam"' in text and "clip = 10.0" in text and 'sampling = "size"' in text
+    assert "lr = 0.5" in text  # what the user says wins
+    for named in ("model.weights", "method.encoder; the paper: CLIP", "participation.count; the paper: 50 clients"):
+        assert named in said.error
+    other = fedmll("run", "--as-published", "fedmlp", *QUICK, "--backbone", "convnet", "--out", "other")
+    assert other.code == 0, other.error
+    text = (tmp_path / "other" / "experiment.toml").read_text()
+    assert 'name = "fedavg"' in text and 'kind = "iid"' in text and "lr = 3e-05" in text
+    refused(fedmll("run", "--as-published"), "'fedavg' has no published settings", "fedmlp")
+    refused(fedmll("compare", "--as-published"), "say whose paper")
+    grid = fedmll(
+        "compare", "--as-published", "fedmlp", *QUICK, "--backbone", "convnet", "--methods", "fedavg,centralized",
+        "--seeds", "0", "--out", "grid",
+    )  # fmt: skip
+    assert grid.code == 0, grid.error
+    assert "lr = 3e-05" in (tmp_path / "grid" / "centralized" / "seed-0" / "experiment.toml").read_text()
+
+
+def test_resume_goes_further_and_finds_data_that_moved(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    write_csv(tmp_path / "labels.csv", make_folder(tmp_path))
+    assert fedmll(*FOLDER, "--out", "run").code == 0
+    said = fedmll("resume", "run", "--rounds", "3")
+    assert said.code == 0, said.error
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 3
+    refused(fedmll("resume", "run", "--rounds", "2"), "has done 3 rounds")
+    (tmp_path / "images").rename(tmp_path / "moved")
+    refused(fedmll("resume", "run"), "--root")
+    assert fedmll("resume", "run", "--root", "moved").code == 0

@@ -155,8 +155,9 @@ def list_methods(name: Annotated[str | None, typer.Argument(help="One method, in
         return
     cls = methods.find(name)
     display.console.print(escape((sys.modules[cls.__module__].__doc__ or cls.summary).strip()), highlight=False)
-    options = {key: field.default for key, field in cls.Options.model_fields.items()}
-    display.console.print(display.options_table(f"[method] name = '{name}'", options))
+    symbols = {option: f" ({symbol})" for symbol, option in cls.symbols.items()}
+    options = {key + symbols.get(key, ""): field.default for key, field in cls.Options.model_fields.items()}
+    display.console.print(display.options_table(escape(f"[method] name = '{name}'"), options))
     if cls.published:
         display.console.print(display.options_table("as published (--as-published)", cls.published | cls.unpublished))
 
