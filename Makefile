@@ -6,7 +6,7 @@ READY := .venv/.ready
 .PHONY: run test slow lint format clean
 
 run: $(READY)  ## train four methods on the embedded digits; about a minute
-	$(BIN)/fedmll compare examples/digits.toml --methods centralized,fedavg,fedavg-pl,fedprox --seeds 0,1
+	$(BIN)/fedmll compare examples/digits.toml --methods centralized,fedavg,fedavg-pl,fedprox --rounds 12 --seeds 0,1
 
 test: $(READY)  ## lint, types and every fast test
 	$(BIN)/ruff check .
