@@ -272,3 +272,10 @@ def test_resume_goes_further_and_finds_data_that_moved(fedmll, tmp_path: Path) -
     (tmp_path / "images").rename(tmp_path / "moved")
     refused(fedmll("resume", "run"), "--root")
     assert fedmll("resume", "run", "--root", "moved").code == 0
+
+
+def test_a_note_is_shown_once_however_many_runs_it_is_true_of(fedmll) -> None:  # type: ignore[no-untyped-def]
+    rows = "fedharmony,fedharmony:blocks=false"
+    said = fedmll("compare", *QUICK, "--rounds", "2", "--methods", rows, "--seeds", "0,1", "--out", "grid")
+    assert said.code == 0, said.error
+    assert said.out.count("method.horizon = 1.0 (half of the rounds)") == 1

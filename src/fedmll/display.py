@@ -51,6 +51,7 @@ class RunProgress(Observer):
         self.total = total_rounds
         self.bar = self.progress.add_task("rounds", total=total_rounds, note="", start=False)
         self.data_bar: Any = None
+        self.noted: set[str] = set()
         self.metric = ""
 
     def __enter__(self) -> RunProgress:
@@ -90,7 +91,10 @@ class RunProgress(Observer):
         self.progress.refresh()
 
     def note(self, text: str) -> None:
-        console.print(f"[dim]{escape(text)}", highlight=False, soft_wrap=True)
+        """Once, however many runs it is true of."""
+        if text not in self.noted:
+            self.noted.add(text)
+            console.print(f"[dim]{escape(text)}", highlight=False, soft_wrap=True)
 
     def warning(self, text: str) -> None:
         errors.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
