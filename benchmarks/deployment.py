@@ -1,6 +1,6 @@
 """What a round costs beside the training: fedmll's federation against Flower's own FedAvg, as its quickstart does it.
 
-    python benchmarks/deployment.py [--rounds 5] [--sites 3]
+    python benchmarks/serving.py [--rounds 5] [--sites 3]
 
 The same images, network, batches and seeds at the same sites on this machine, one after the other. Flower's side is its
 stock parts (flower-superlink, flower-supernode, `flwr run`, strategy FedAvg, a state_dict as ArrayRecord), insecure and
@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fedmll import deployment, rehearsal
-from fedmll.engines.flower.processes import free_port, quiet_flower
-from fedmll.engines.site_worker import Setup, remember_site
+from fedmll.deploy import rehearsal, serving
+from fedmll.deploy.flower.processes import free_port, quiet_flower
+from fedmll.deploy.site import Site
+from fedmll.deploy.site_worker import Setup, remember_site
 from fedmll.experiment import Experiment
-from fedmll.runner import Observer
-from fedmll.site import Site
+from fedmll.runs.loop import Observer
 
 BIN = Path(sys.executable).parent
 PYPROJECT = """
@@ -66,7 +66,7 @@ from pathlib import Path
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from fedmll.engines.site_worker import Setup, SiteWorker, recall_site
+from fedmll.deploy.site_worker import Setup, SiteWorker, recall_site
 from fedmll.message import Message as Plain
 
 app = ClientApp()
@@ -93,7 +93,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from fedmll.client import Task
-from fedmll.engines.site_worker import Setup
+from fedmll.deploy.site_worker import Setup
 from fedmll.experiment import Experiment
 from fedmll.methods import find
 from safetensors.torch import save_file
@@ -142,10 +142,10 @@ class Watch(Observer):
 
 def ours(played: rehearsal.Rehearsal, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     port = free_port()
-    server = deployment.Server(played.names, "127.0.0.1", port, str(played.keys), len(played.names), 120, 120)
+    server = serving.Server(played.names, "127.0.0.1", port, str(played.keys), len(played.names), 120, 120)
     watch = Watch()
     with rehearsal.joined(played, f"127.0.0.1:{port}", False):
-        deployment.serve(played.experiment, server, folder / "ours", watch)
+        serving.serve(played.experiment, server, folder / "ours", watch)
     training: dict[int, float] = {}
     for name in played.names:
         for line in (played.folder / name / "join.log").read_text().splitlines():
@@ -186,7 +186,7 @@ def flowers(played: rehearsal.Rehearsal, folder: Path) -> tuple[list[dict[str, f
     (project / "quickstart" / "__init__.py").write_text("")
     (project / "quickstart" / "client_app.py").write_text(CLIENT)
     (project / "quickstart" / "server_app.py").write_text(SERVER)
-    test = deployment.own_data(played.experiment, Observer()).test
+    test = serving.own_data(played.experiment, Observer()).test
     told = json.loads(played.experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True}))
     setup = Setup("bench", told | {"data": {"name": "none"}}, test.classes, test.sample_shape, len(played.names))
     (folder / "setup.json").write_text(setup.to_json())

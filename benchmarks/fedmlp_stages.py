@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmll import Experiment, federation, run
+from fedmll import Experiment, run
+from fedmll.cli.display import RunProgress, console, markdown
 from fedmll.client import Client
-from fedmll.comparison import mean_and_spread
-from fedmll.display import RunProgress, console, markdown
+from fedmll.data import federation
 from fedmll.message import Message, Tensors
 from fedmll.methods.fedmlp import FedMLP
+from fedmll.runs.comparison import mean_and_spread
 
 METRICS = ("bacc", "auc", "map")
 TRUTH: dict[str, Tensor] = {}  # client → its true targets; worker processes inherit it

@@ -23,10 +23,16 @@ import torch
 from scipy.stats import wilcoxon
 from torch import Tensor
 
-from fedmll import federation
-from fedmll.analysis.correlation import Alignment, batch_correlation, default_clusters, discrepancy, spectral_blocks
+from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.experiment import Experiment
+from fedmll.methods.parts.correlation import (
+    Alignment,
+    batch_correlation,
+    default_clusters,
+    discrepancy,
+    spectral_blocks,
+)
 
 METRICS = ("c_ap", "o_ap", "c_p", "c_r", "c_f1", "o_p", "o_r", "o_f1")  # as in the paper's Table 1
 

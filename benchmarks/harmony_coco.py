@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fedmll import federation
 from fedmll.analysis import correlation_picture as picture
-from fedmll.comparison import mean_and_spread
-from fedmll.display import console, markdown
+from fedmll.cli.display import console, markdown
+from fedmll.data import federation
 from fedmll.experiment import Experiment
+from fedmll.runs.comparison import mean_and_spread
 
 
 def main() -> None:

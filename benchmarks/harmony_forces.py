@@ -18,9 +18,10 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from fedmll import Experiment, federation
+from fedmll import Experiment
+from fedmll.cli.display import console, markdown
 from fedmll.client import Batch, Client
-from fedmll.display import console, markdown
+from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.message import Message
 from fedmll.methods.fedharmony import FedHarmony

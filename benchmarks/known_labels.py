@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedmll import federation, metrics
 from fedmll.client import EVALUATION_BATCH
+from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
+from fedmll.evaluation import metrics
 from fedmll.experiment import Experiment
 from fedmll.seeding import numpy_generator
 

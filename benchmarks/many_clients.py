@@ -44,11 +44,11 @@ def measure(
     """In this process: a federation of so many clients, some rounds."""
     import torch
 
-    from fedmll import federation
-    from fedmll.analysis.correlation import spectral_blocks
-    from fedmll.cli_options import parse_settings
+    from fedmll.cli.options import parse_settings
+    from fedmll.data import federation
     from fedmll.engines.local import LocalEngine
     from fedmll.experiment import Experiment, merged
+    from fedmll.methods.parts.correlation import spectral_blocks
 
     settings = merged(
         {},

@@ -26,8 +26,8 @@ import torch
 from rich.console import Console
 from torch.nn import functional as F
 
-from fedmll import federation
-from fedmll.display import plain_table
+from fedmll.cli.display import plain_table
+from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.experiment import Experiment
 from fedmll.message import Tensors

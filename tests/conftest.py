@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedmll import federation
+from fedmll.data import federation
 from fedmll.experiment import Experiment
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedmll import checkpoint
-from fedmll.checkpoint import Checkpoint
 from fedmll.errors import CheckpointError
+from fedmll.runs import checkpoint
+from fedmll.runs.checkpoint import Checkpoint
 
 
 def make(round: int) -> Checkpoint:

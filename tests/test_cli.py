@@ -13,7 +13,7 @@ import pytest
 from conftest import SHARED_DATA
 from PIL import Image
 
-from fedmll import cli
+from fedmll.cli import main
 
 QUICK = ["--rounds", "1", "--workers", "0", "--set", "data.limit=120", "--set", "model.channels=[4,8]"]
 
@@ -31,7 +31,7 @@ def fedmll(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(sys, "argv", ["fedmll", *map(str, words)])
         code = 0
         try:
-            cli.main()
+            main.main()
         except SystemExit as leave:
             code = int(leave.code or 0)
         captured = capsys.readouterr()

@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 from conftest import small
 
-from fedmll import cli, comparison, grid
-from fedmll.cli_options import parse_value
-from fedmll.comparison import Cell, margins, notes, table
+from fedmll.cli import main
+from fedmll.cli.options import parse_value
 from fedmll.errors import CheckpointError, ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
-from fedmll.runner import Observer
+from fedmll.runs import comparison, grid
+from fedmll.runs.comparison import Cell, margins, notes, table
+from fedmll.runs.loop import Observer
 
 Score = Callable[[Experiment], float]
 
@@ -472,7 +473,7 @@ def compare(
         monkeypatch.setattr(sys, "argv", ["fedmll", "compare", *words])
         code = 0
         try:
-            cli.main()
+            main.main()
         except SystemExit as leave:
             code = int(leave.code or 0)
         captured = capsys.readouterr()

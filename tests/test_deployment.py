@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent / "engines"))
 from sites import NAMES, Consortium, write_consortium
 
 from fedmll import run
-from fedmll.engines.flower.executor import acquire, acquirer
-from fedmll.engines.flower.processes import free_port, quiet_flower
+from fedmll.deploy.flower.executor import acquire, acquirer
+from fedmll.deploy.flower.processes import free_port, quiet_flower
 
 COMMAND = [sys.executable, str(Path(__file__).parent / "engines" / "sites.py"), "fedmll"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -285,7 +285,7 @@ def test_who_has_no_registered_key_stays_out(world: World) -> None:
 def test_another_ca_is_not_trusted(world: World) -> None:
     world.serve(training__rounds=1)
     world.until(lambda: socket.socket().connect_ex(("127.0.0.1", world.port)) == 0)
-    from fedmll import keys
+    from fedmll.deploy import keys
 
     keys.init(world.folder / "other", [])
     home = world.consortium.folder
@@ -307,7 +307,7 @@ def test_a_rehearsal_is_one_command(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "fedmll.cli",
+        "fedmll",
         "server",
         "--simulate",
         "2",
@@ -327,15 +327,15 @@ def test_a_rehearsal_is_one_command(tmp_path: Path) -> None:
 
 def test_the_same_apps_on_flowers_simulation_engine(consortium: Consortium, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed (flwr[simulation])")
-    from fedmll.engines.site_worker import remember_site
-    from fedmll.site import Site
+    from fedmll.deploy.site import Site
+    from fedmll.deploy.site_worker import remember_site
 
     home = consortium.folder
     for name in NAMES:
         site = Site(name, home / name / "labels.csv", home / "images", tmp_path / name, device="cpu")
         remember_site(site, tmp_path / "sites" / f"{name}.json")
     (tmp_path / "experiment.toml").write_text(consortium.server().to_toml())
-    command = [sys.executable, "-m", "fedmll.engines.flower.server_app", tmp_path / "experiment.toml"]
+    command = [sys.executable, "-m", "fedmll.deploy.flower.server_app", tmp_path / "experiment.toml"]
     command += ["--sites", tmp_path / "sites", "--out", tmp_path / "run"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,10 +12,12 @@ import pytest
 import torch
 from conftest import small
 
-from fedmll import display, evaluation, metrics, run
+from fedmll import run
+from fedmll.cli import display
 from fedmll.data.dataset import Dataset
-from fedmll.evaluation import METRICS, evaluate_pooled, predict
-from fedmll.federation import Federation
+from fedmll.data.federation import Federation
+from fedmll.evaluation import metrics
+from fedmll.evaluation.pooled import METRICS, evaluate_pooled, predict
 
 
 def test_the_known_metrics_are_those_of_a_run() -> None:
@@ -89,7 +91,7 @@ def test_accuracy_needs_exactly_one_label_on_every_sample(small_federation: Fede
 
 
 def test_predictions_come_batch_by_batch_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "EVALUATION_BATCH", 4)
+    monkeypatch.setattr("fedmll.evaluation.pooled.EVALUATION_BATCH", 4)
     sizes: list[int] = []
 
     class Method:

@@ -125,7 +125,7 @@ def test_killed_at_every_step_of_writing_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path, how: signal.Signals) -> None:
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "fedmll.cli", "run", "--out", str(out), "--rounds", "400", "--workers", "2"]
+    command = [sys.executable, "-m", "fedmll", "run", "--out", str(out), "--rounds", "400", "--workers", "2"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

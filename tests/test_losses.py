@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from fedmll import losses
+from fedmll.methods import losses
 
 LOGITS = np.array([[2.0, -1.0, 0.5], [-3.0, 0.0, 4.0]])
 TARGETS = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])

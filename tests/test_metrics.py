@@ -21,9 +21,9 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from fedmll import metrics
 from fedmll.errors import DataError, FedmllError
-from fedmll.metrics import accuracy, best_thresholds, evaluate, per_client
+from fedmll.evaluation import metrics
+from fedmll.evaluation.metrics import accuracy, best_thresholds, evaluate, per_client
 
 NAN = float("nan")
 

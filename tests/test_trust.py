@@ -13,12 +13,14 @@ import torch
 from conftest import small
 from PIL import Image
 
-from fedmll import Experiment, Observer, checkpoint, federation, grid, methods, resume, run
+from fedmll import Experiment, Observer, methods, resume, run
 from fedmll.client import Client
+from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError, DataError
 from fedmll.message import Message, Tensors
 from fedmll.methods.base import Like, Method
+from fedmll.runs import checkpoint, grid
 
 TWELVE = {
     "method__name": "fedmlp", "method__t1": 1, "method__T0": 0.2, "method__T1": 0.2, "partition__clients": 12,

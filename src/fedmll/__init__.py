@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedmll.errors import FedmllError
     from fedmll.experiment import Experiment
-    from fedmll.runner import Observer, Result, resume, run
+    from fedmll.runs.loop import Observer, Result, resume, run
 
 __all__ = ["Experiment", "FedmllError", "Observer", "Result", "resume", "run"]
 
 _HOME = {
     "Experiment": "experiment",
     "FedmllError": "errors",
-    "Observer": "runner",
-    "Result": "runner",
-    "resume": "runner",
-    "run": "runner",
+    "Observer": "runs.loop",
+    "Result": "runs.loop",
+    "resume": "runs.loop",
+    "run": "runs.loop",
 }
 
 

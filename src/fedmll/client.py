@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedmll.data.augment import augment
 from fedmll.data.dataset import Dataset
+from fedmll.data.images.augment import augment
 from fedmll.experiment import Experiment
 from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat import FlatWeights

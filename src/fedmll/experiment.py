@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from fedmll import methods
-from fedmll.data.reading import Reading
+from fedmll.data.images.reading import Reading
 from fedmll.errors import ConfigError, nearest
 
 M = TypeVar("M", bound=BaseModel)

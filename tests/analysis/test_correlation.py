@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedmll.analysis.correlation import (
+from fedmll.methods.parts.correlation import (
     EPSILON,
     Alignment,
     Consensus,

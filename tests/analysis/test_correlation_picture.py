@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from fedmll import run
 from fedmll.analysis.correlation_picture import FILE, distance, draw, likeness, of_run
+from fedmll.data.federation import Federation
 from fedmll.errors import ConfigError
-from fedmll.federation import Federation
 from fedmll.methods import find
 
 

@@ -10,8 +10,8 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from fedmll.data import image_ops
-from fedmll.data.augment import (
+from fedmll.data.images import image_ops
+from fedmll.data.images.augment import (
     POOL,
     RECIPES,
     affine_flip,

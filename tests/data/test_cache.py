@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedmll.data import cache
-from fedmll.data.decode import EncodedImages, decoded_images
+from fedmll.data.images import cache
+from fedmll.data.images.decode import EncodedImages, decoded_images
 from fedmll.errors import DataError
 
 
@@ -126,7 +126,7 @@ def test_a_cache_that_is_no_folder_is_said(tmp_path: Path, monkeypatch: pytest.M
 BUILDER = """
 import os, signal, sys, time
 import numpy as np
-from fedmll.data.cache import cached
+from fedmll.data.images.cache import cached
 
 def fill(images):
     with open(sys.argv[1], "a") as log:

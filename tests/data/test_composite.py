@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedmll.data import cache
 from fedmll.data.composite import CompositeOptions, compose
 from fedmll.data.dataset import Dataset, Splits
+from fedmll.data.images import cache
 from fedmll.errors import ConfigError, DataError
 
 

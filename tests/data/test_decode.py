@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedmll.data.decode import EncodedImages, decode_image, decoded_images, resized, scaled
-from fedmll.data.reading import Reading
+from fedmll.data.images.decode import EncodedImages, decode_image, decoded_images, resized, scaled
+from fedmll.data.images.reading import Reading
 from fedmll.errors import ConfigError, DataError
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedmll.data.labels_csv import LabelTable, read_labels
-from fedmll.data.reading import Reading
+from fedmll.data.images.labels_csv import LabelTable, read_labels
+from fedmll.data.images.reading import Reading
 from fedmll.errors import ConfigError, DataError
 
 

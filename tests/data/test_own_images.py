@@ -10,16 +10,18 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedmll import federation, run, site
-from fedmll.cli import app
-from fedmll.data.pack import pack
-from fedmll.data.reading import Reading
+from fedmll import run
+from fedmll.cli.main import app
+from fedmll.data import federation
+from fedmll.data.images.pack import pack
+from fedmll.data.images.reading import Reading
 from fedmll.data.sources import load
-from fedmll.engines.site_worker import recall_site, remember_site
+from fedmll.deploy import site
+from fedmll.deploy.site import Site
+from fedmll.deploy.site_worker import recall_site, remember_site
 from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
-from fedmll.runner import resume
-from fedmll.site import Site
+from fedmll.runs.loop import resume
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
 

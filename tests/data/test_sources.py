@@ -18,8 +18,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fedmll.data.dataset import Dataset
-from fedmll.data.labels_csv import read_labels
-from fedmll.data.pack import pack
+from fedmll.data.images.labels_csv import read_labels
+from fedmll.data.images.pack import pack
 from fedmll.data.sources import describe_sources, fashion_mnist, load
 from fedmll.errors import ConfigError, DataError
 

@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fedmll import keys
 from fedmll.client import Client
+from fedmll.deploy import keys
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.methods.base import Method
@@ -126,7 +126,7 @@ class Evil(Method):
 
 
 if __name__ == "__main__":
-    from fedmll.cli import main
+    from fedmll.cli.main import main
 
     sys.argv = sys.argv[1:]
     main()

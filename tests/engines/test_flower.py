@@ -24,17 +24,19 @@ from flwr.app import Message as FlowerMessage
 from flwr.supercore.task_identity import TaskIdentity
 from sites import NAMES, Consortium, write_consortium
 
-from fedmll import deployment, keys, run, runner, site
-from fedmll.deployment import Server
-from fedmll.engines.flower import engine, roster
-from fedmll.engines.flower.children import Guard
-from fedmll.engines.flower.records import from_records, to_records
-from fedmll.engines.flower.site_app import HELLO, TRAIN, app
-from fedmll.engines.site_worker import remember_site
+from fedmll import run
+from fedmll.deploy import keys, serving, site
+from fedmll.deploy.flower import engine, roster
+from fedmll.deploy.flower.children import Guard
+from fedmll.deploy.flower.records import from_records, to_records
+from fedmll.deploy.flower.site_app import HELLO, TRAIN, app
+from fedmll.deploy.serving import Server
+from fedmll.deploy.site import Site
+from fedmll.deploy.site_worker import remember_site
 from fedmll.errors import ConfigError, DataError, FederationError, ReplyRefused
 from fedmll.message import Message
-from fedmll.runner import Observer
-from fedmll.site import Site
+from fedmll.runs import loop
+from fedmll.runs.loop import Observer
 
 
 @pytest.fixture(scope="module")
@@ -286,18 +288,18 @@ class Hear(Observer):
         self.at_round.get(row["round"], lambda: None)()
 
 
-def drive(consortium: Consortium, grid: FakeGrid, out: Path, hear: Hear | None = None, **changes: Any) -> runner.Result:
+def drive(consortium: Consortium, grid: FakeGrid, out: Path, hear: Hear | None = None, **changes: Any) -> loop.Result:
     setting = {
         key: changes.pop(key) for key in ("min_clients", "round_timeout", "join_timeout", "tries") if key in changes
     }
     experiment = consortium.server(**changes)
     server = Server(NAMES, **{"min_clients": 3, "round_timeout": 5.0, "join_timeout": 2.0, "run": "run1"} | setting)
     if not out.exists():
-        runner.create(out, experiment)
-    return deployment.drive(grid, experiment, server, out, hear or Hear())
+        loop.create(out, experiment)
+    return serving.drive(grid, experiment, server, out, hear or Hear())
 
 
-def close(first: runner.Result, second: runner.Result) -> bool:
+def close(first: loop.Result, second: loop.Result) -> bool:
     return all(torch.allclose(first.weights[k].float(), v.float(), atol=1e-5) for k, v in second.weights.items())
 
 
@@ -356,9 +358,9 @@ def test_held_out_data_is_averaged_by_size(consortium: Consortium, tmp_path: Pat
             "partition.holdout": 0.2,
         }
     )
-    runner.create(tmp_path / "out", experiment)
+    loop.create(tmp_path / "out", experiment)
     server = Server(NAMES, min_clients=3, round_timeout=5, join_timeout=2)
-    result = deployment.drive(grid, experiment, server, tmp_path / "out", Hear())
+    result = serving.drive(grid, experiment, server, tmp_path / "out", Hear())
     sizes = {"site-a": 18, "site-b": 14, "site-c": 10}
     mean = sum(sizes[n] * told[n]["macro_auc"] for n in NAMES) / 42
     assert result.metrics["macro_auc"] == pytest.approx(mean)
@@ -476,9 +478,9 @@ def test_without_keys_a_name_belongs_to_one_node(consortium: Consortium, tmp_pat
     grid, hear = make_grid(consortium, tmp_path, keyed=False), Hear()
     grid.nodes.append(FakeNode(9, grid.nodes[0].site_file))
     experiment = consortium.server(training__rounds=1)
-    runner.create(tmp_path / "out", experiment)
+    loop.create(tmp_path / "out", experiment)
     server = Server(NAMES, keys=None, min_clients=3, round_timeout=5, join_timeout=5)
-    deployment.drive(grid, experiment, server, tmp_path / "out", hear)
+    serving.drive(grid, experiment, server, tmp_path / "out", hear)
     assert any(text.startswith("site-a is refused: another node is connected under this name") for text in hear.said)
 
 
@@ -547,5 +549,5 @@ def test_a_wrong_server_is_refused(wrong: dict[str, Any], reason: str) -> None:
 def test_what_cannot_be_federated_is_refused_before_anything_is_written(consortium: Consortium, tmp_path: Path) -> None:
     server = SimpleNamespace(keys=None)
     with pytest.raises(ConfigError, match="'centralized' trains on all data in one place"):
-        deployment.serve(consortium.server(method__name="centralized"), server, tmp_path / "out")  # type: ignore[arg-type]
+        serving.serve(consortium.server(method__name="centralized"), server, tmp_path / "out")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()

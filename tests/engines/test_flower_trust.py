@@ -14,20 +14,21 @@ from flwr.app import Message as FlowerMessage
 from sites import NAMES, Consortium
 from test_flower import FakeGrid, Hear, close, consortium, drive, make_grid, quick  # noqa: F401  (fixtures)
 
-from fedmll import deployment, run
-from fedmll.engines.flower.records import from_records
-from fedmll.engines.flower.site_app import EVALUATE, HELLO
+from fedmll import run
+from fedmll.deploy import serving
+from fedmll.deploy.flower.records import from_records
+from fedmll.deploy.flower.site_app import EVALUATE, HELLO
 from fedmll.errors import ConfigError, FederationError
 from fedmll.experiment import Experiment
 
 
 def test_sites_are_told_what_the_server_decided() -> None:
     cifar = Experiment.make({"data": {"name": "ml-cifar10"}, "method": {"name": "fednca-ml"}})
-    told = deployment.told(cifar)
+    told = serving.told(cifar)
     assert told["data"] == {"name": "none"}
     assert told["method"]["lambda_neg"] == 1.0
     assert Experiment.make(told).method.options["lambda_neg"] == 1.0
-    assert deployment.told(Experiment.make({"method": {"name": "fedmlp"}}))["method"]["first_stage"] == 2
+    assert serving.told(Experiment.make({"method": {"name": "fedmlp"}}))["method"]["first_stage"] == 2
 
 
 def test_settings_of_the_server_never_leave_it(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
@@ -120,11 +121,11 @@ def test_the_final_model_costs_no_second_exchange(consortium: Consortium, tmp_pa
 def test_a_server_that_cannot_start_leaves_no_folder(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     import socket
 
-    server = deployment.Server(NAMES, host="127.0.0.1", port=1, keys=str(consortium.keys))
+    server = serving.Server(NAMES, host="127.0.0.1", port=1, keys=str(consortium.keys))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        busy = deployment.replace(server, port=taken.getsockname()[1])
+        busy = serving.replace(server, port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="Cannot listen"):
-            deployment.serve(consortium.server(), busy, tmp_path / "out")
+            serving.serve(consortium.server(), busy, tmp_path / "out")
     assert not (tmp_path / "out").exists()

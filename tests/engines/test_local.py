@@ -14,13 +14,13 @@ import torch
 from conftest import small
 
 from fedmll.client import Client
+from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ClientError, ConfigError
 from fedmll.experiment import Experiment
-from fedmll.federation import build
 from fedmll.message import Message, Tensors
 from fedmll.methods.base import Method, Reply
-from fedmll.runner import Observer, run
+from fedmll.runs.loop import Observer, run
 
 
 class Remembering(Method):

@@ -18,9 +18,9 @@ from conftest import small
 from torch import Tensor, nn
 
 from fedmll.client import Batch, Client, Peer
+from fedmll.data.federation import Federation
 from fedmll.engines.local import LocalEngine
 from fedmll.experiment import Experiment
-from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
 from fedmll.methods import find, registry
 from fedmll.models.backbones import Classifier, build_backbone

@@ -10,14 +10,14 @@ import torch
 from conftest import small
 
 from fedmll.client import Batch, Peer
+from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ReplyRefused
-from fedmll.federation import build
 from fedmll.message import Message
 from fedmll.methods import find
 from fedmll.methods.base import Like, Method, WeightedMean, refuse_unlike
 from fedmll.methods.fedprox import add_proximal_gradient
-from fedmll.runner import run
+from fedmll.runs.loop import run
 
 PEER = Peer(0, "c000", torch.ones(3, dtype=torch.bool))
 

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedmll import Observer, resume, run
-from fedmll.analysis.correlation import Alignment, spectral_blocks
 from fedmll.client import Batch, Peer
+from fedmll.data.federation import Federation
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
-from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
 from fedmll.methods.fedharmony import FedHarmony, SoftmaxMean
+from fedmll.methods.parts.correlation import Alignment, spectral_blocks
 from fedmll.seeding import derive
 
 CLASSES = 10  # of ml-digits

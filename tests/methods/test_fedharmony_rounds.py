@@ -13,8 +13,8 @@ import torch
 from builders import Exchange, Pass, Round, Rounds, bce, merged, method_for, rounds_of, rows_of, sigmoid, twelve
 
 from fedmll import run
-from fedmll.analysis.correlation import spectral_blocks
-from fedmll.federation import Federation, build
+from fedmll.data.federation import Federation, build
+from fedmll.methods.parts.correlation import spectral_blocks
 from fedmll.seeding import derive
 
 CLASSES = 10

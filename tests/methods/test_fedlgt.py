@@ -12,16 +12,16 @@ from builders import same_bits, word_vectors
 from conftest import small
 from scipy import stats
 
-from fedmll import metrics
 from fedmll.client import Batch
+from fedmll.data.federation import Federation, build
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError
+from fedmll.evaluation import metrics
 from fedmll.experiment import Experiment
-from fedmll.federation import Federation, build
 from fedmll.methods import find
 from fedmll.methods.fedctran import FedCTran, random_known
 from fedmll.methods.fedlgt import FedLGT, uncertain
-from fedmll.runner import run
+from fedmll.runs.loop import run
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from fedmll.message import Message, Tensors
 from fedmll.methods import fedmlp
 from fedmll.methods.fedmlp import FedMLP
 from fedmll.models.flat import FlatWeights
-from fedmll.runner import Observer, Row
+from fedmll.runs.loop import Observer, Row
 
 OFF = {"method__mld": False, "method__wpc": False, "method__cr": False, "method__st": False}
 EARLY = {  # tags from round 2 on, at once and many
@@ -505,7 +505,7 @@ def test_a_killed_run_has_the_same_tags_and_weights(tmp_path: Path) -> None:
     run(experiment, tmp_path / "whole")
     killed = tmp_path / "killed"
     process = subprocess.Popen(
-        [sys.executable, "-c", "from fedmll.cli import main; main()", "run", str(file), "--out", str(killed)],
+        [sys.executable, "-c", "from fedmll.cli.main import main; main()", "run", str(file), "--out", str(killed)],
         stdout=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     rows = killed / "metrics.jsonl"

@@ -12,13 +12,13 @@ from builders import contrast_by_loops, rejection_by_loops, same_bits, sigmoid
 from conftest import small
 
 from fedmll.client import Batch
+from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError
-from fedmll.federation import build
 from fedmll.methods import find
 from fedmll.methods.fednca_ml import contrast, hinge_rejection, log_rejection
 from fedmll.models.heads import PrototypeClassifier, simplex_etf
-from fedmll.runner import run
+from fedmll.runs.loop import run
 
 # positives and negatives; no negative; no positive; unknown ones; nothing known
 TARGETS = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [-1, 1, 0, -1], [-1, -1, -1, -1]], dtype=np.int8)

@@ -23,7 +23,7 @@ from builders import (
     watched,
 )
 
-from fedmll.federation import Federation, build
+from fedmll.data.federation import Federation, build
 from fedmll.models.backbones import build_backbone
 from fedmll.models.heads import Ladm, PrototypeClassifier, simplex_etf
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from builders import Exchange, Pass, Rounds, bce, method_for, rounds_of, rows_of, sigmoid, twelve, word_vectors
 
-from fedmll.federation import Federation, build
+from fedmll.data.federation import Federation, build
 from fedmll.models import text
 from fedmll.models.backbones import build_backbone
 from fedmll.models.ctran import CTran

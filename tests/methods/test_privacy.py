@@ -14,9 +14,9 @@ from torch import nn
 from fedmll import run
 from fedmll.client import Client, Task
 from fedmll.data.dataset import Dataset
+from fedmll.data.federation import Federation
 from fedmll.errors import ClientError
 from fedmll.experiment import Experiment
-from fedmll.federation import Federation
 from fedmll.message import Message, Tensors
 from fedmll.methods.private_labels import PrivateFedAvg
 from fedmll.models.flat import FlatWeights

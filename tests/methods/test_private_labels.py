@@ -16,22 +16,23 @@ from scipy.special import log_softmax
 from torch import Tensor
 from typer.testing import CliRunner
 
-from fedmll import federation, resume, run
+from fedmll import resume, run
 from fedmll.analysis import coverage
-from fedmll.cli import app
+from fedmll.cli.main import app
 from fedmll.client import Client, Peer, Task
+from fedmll.data import federation
 from fedmll.data.dataset import Dataset
-from fedmll.data.unlabelled import read_images
+from fedmll.data.images.unlabelled import read_images
 from fedmll.errors import ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
 from fedmll.message import Message
-from fedmll.methods._rows import HeadRows, own_rows
-from fedmll.methods._tuning import one_thread
 from fedmll.methods.base import Method
+from fedmll.methods.parts.rows import HeadRows, own_rows
+from fedmll.methods.parts.tuning import one_thread
 from fedmll.methods.private_labels import PrivateFedAvg, PrivateFedProx
 from fedmll.models.backbones import Classifier
 from fedmll.models.flat import FlatWeights
-from fedmll.runner import Observer, Row
+from fedmll.runs.loop import Observer, Row
 
 NAMES = ("d", "b", "a", "c")  # not in their own order
 PRIVATE = {"method__name": "private-fedavg", "data__name": "digits"}

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from fedmll import run
 from fedmll.client import Batch, Peer
+from fedmll.data.federation import Federation, build
 from fedmll.experiment import Experiment
-from fedmll.federation import Federation, build
 from fedmll.message import Tensors
 from fedmll.models.flat import FlatWeights
 

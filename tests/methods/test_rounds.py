@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedmll.client import Batch
-from fedmll.federation import Federation, build
+from fedmll.data.federation import Federation, build
 
 MISSING = {"annotation__kind": "missing", "annotation__missing": 4}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.special import softmax
 
-from fedmll.methods._tuning import Opinions, Tuning, mse, one_thread, pairwise
+from fedmll.methods.parts.tuning import Opinions, Tuning, mse, one_thread, pairwise
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from fedmll import run
+from fedmll.data.federation import Federation
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment, Model
-from fedmll.federation import Federation
 from fedmll.models.backbones import Classifier, build_backbone
 from fedmll.models.flat import FlatWeights
 

@@ -18,13 +18,14 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from fedmll import evaluation, federation
-from fedmll.analysis.correlation import StreamedCorrelation, default_clusters, label_correlation, spectral_blocks
+from fedmll.data import federation
+from fedmll.data.federation import Federation
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError
+from fedmll.evaluation import pooled
 from fedmll.experiment import Experiment
-from fedmll.federation import Federation
 from fedmll.files import replacing
+from fedmll.methods.parts.correlation import StreamedCorrelation, default_clusters, label_correlation, spectral_blocks
 
 Matrix = NDArray[np.float64]
 
@@ -55,7 +56,7 @@ def of_run(folder: Path, prepared: Federation | None = None) -> RunCorrelations:
     engine = LocalEngine(data, folder / "checkpoint" / "memory")
     try:
         engine.model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-        scores = evaluation.predict(engine.method, engine.model, data.test, 0, len(data.test))
+        scores = pooled.predict(engine.method, engine.model, data.test, 0, len(data.test))
     finally:
         engine.close()
     learned = StreamedCorrelation(scores.shape[1])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.federation import Federation
+from fedmll.data.federation import Federation
 
 
 def coverage(federation: Federation, rounds: int) -> NDArray[np.int64]:

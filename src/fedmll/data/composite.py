@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.data.cache import Progress, content_key, in_ram_or_cached, silent, store_key
 from fedmll.data.dataset import PRESENT, Dataset, Splits
+from fedmll.data.images.cache import Progress, content_key, in_ram_or_cached, silent, store_key
 from fedmll.errors import ConfigError, DataError, nearest
 from fedmll.seeding import numpy_generator
 

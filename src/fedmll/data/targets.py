@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.dataset import PRESENT, UNKNOWN, Dataset, Splits
-from fedmll.data.reading import some
+from fedmll.data.images.reading import some
 from fedmll.errors import DataError
 from fedmll.seeding import numpy_generator
 

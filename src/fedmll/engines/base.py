@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fedmll.evaluation import Evaluation
-from fedmll.federation import Federation
+from fedmll.data.federation import Federation
+from fedmll.evaluation.pooled import Evaluation
 from fedmll.message import Message, Tensors
 from fedmll.methods.base import Method, Reply
 from fedmll.models.flat import FlatWeights

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fedmll.client import EVALUATION_BATCH
 from fedmll.data.dataset import Dataset
+from fedmll.data.federation import Federation
 from fedmll.engines.memory import MemoryStore
 from fedmll.engines.pool import Job, Pool
 from fedmll.errors import ConfigError, ReplyRefused
-from fedmll.evaluation import Evaluation, evaluate_pooled, predict
-from fedmll.federation import Federation
+from fedmll.evaluation.pooled import Evaluation, evaluate_pooled, predict
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
 from fedmll.methods.base import Reply

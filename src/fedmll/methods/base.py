@@ -19,9 +19,9 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from fedmll import losses
 from fedmll.errors import ClientError, ConfigError, ReplyRefused
 from fedmll.message import Message, Tensors
+from fedmll.methods import losses
 from fedmll.models.flat import FlatWeights
 from fedmll.seeding import derive
 

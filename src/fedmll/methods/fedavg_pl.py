@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fedmll.losses import masked_mean
 from fedmll.methods.base import Local, Method
+from fedmll.methods.losses import masked_mean
 
 if TYPE_CHECKING:
     from fedmll.client import Batch

@@ -25,7 +25,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedmll.analysis.correlation import (
+from fedmll.message import Message, Tensors
+from fedmll.methods.base import AUTO, Like, Local, Method, Reply, WeightedMean
+from fedmll.methods.parts.correlation import (
     Alignment,
     Consensus,
     Consolidation,
@@ -34,8 +36,6 @@ from fedmll.analysis.correlation import (
     discrepancy,
     spectral_blocks,
 )
-from fedmll.message import Message, Tensors
-from fedmll.methods.base import AUTO, Like, Local, Method, Reply, WeightedMean
 from fedmll.seeding import derive
 
 if TYPE_CHECKING:

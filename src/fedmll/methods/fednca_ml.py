@@ -22,8 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedmll.losses import masked_mean
 from fedmll.methods.base import AUTO, Local, Method
+from fedmll.methods.losses import masked_mean
 from fedmll.models.backbones import Backbone
 from fedmll.models.heads import Ladm, PrototypeClassifier, simplex_etf
 

@@ -24,14 +24,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedmll.data.unlabelled import image_files, read_images
+from fedmll.data.images.unlabelled import image_files, read_images
 from fedmll.errors import ClientError, ConfigError
-from fedmll.losses import masked_mean
 from fedmll.message import Message, Tensors
-from fedmll.methods._rows import HeadRows, own_rows
-from fedmll.methods._tuning import Opinions, Tuning, one_thread
 from fedmll.methods.base import Local, Located, Method, Reply, WeightedMean
 from fedmll.methods.fedprox import FedProx
+from fedmll.methods.losses import masked_mean
+from fedmll.methods.parts.rows import HeadRows, own_rows
+from fedmll.methods.parts.tuning import Opinions, Tuning, one_thread
 from fedmll.models.backbones import Classifier
 from fedmll.models.flat import FlatWeights
 from fedmll.seeding import torch_generator

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedmll import files
-from fedmll.data.cache import cache_folder, content_key
+from fedmll.data.images.cache import cache_folder, content_key
 from fedmll.errors import ConfigError
 from fedmll.models.ctran import LabelEmbeddings
 from fedmll.models.encoders import Vectors, find_encoder

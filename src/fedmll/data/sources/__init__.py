@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedmll.data.cache import Progress, silent
 from fedmll.data.composite import CompositeOptions, compose
 from fedmll.data.dataset import Splits
-from fedmll.data.decode import Size, height_and_width
-from fedmll.data.reading import Reading
+from fedmll.data.images.cache import Progress, silent
+from fedmll.data.images.decode import Size, height_and_width
+from fedmll.data.images.reading import Reading
 from fedmll.data.sources import cifar10, digits, fashion_mnist, features, folder, packed
 from fedmll.data.sources.base import Request, Source
 from fedmll.errors import ConfigError, DataError, nearest

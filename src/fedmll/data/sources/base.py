@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedmll.data.cache import Progress, silent
 from fedmll.data.dataset import Splits
-from fedmll.data.reading import Reading
+from fedmll.data.images.cache import Progress, silent
+from fedmll.data.images.reading import Reading
 from fedmll.errors import DataError
 
 

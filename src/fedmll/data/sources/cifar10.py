@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.dataset import Dataset, Splits
-from fedmll.data.decode import resized
+from fedmll.data.images.decode import resized
 from fedmll.data.sources.base import Request, Source, data_missing
 from fedmll.data.sources.npz import read_npz
 from fedmll.data.targets import one_hot

@@ -6,7 +6,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from fedmll.data.dataset import Dataset, Splits
-from fedmll.data.decode import resized
+from fedmll.data.images.decode import resized
 from fedmll.data.sources.base import Request, Source
 from fedmll.data.targets import one_hot, splits_of
 

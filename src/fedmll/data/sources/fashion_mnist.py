@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.dataset import Dataset, Splits
-from fedmll.data.decode import resized
+from fedmll.data.images.decode import resized
 from fedmll.data.sources.base import Request, Source, data_missing
 from fedmll.data.targets import one_hot
 from fedmll.errors import DataError

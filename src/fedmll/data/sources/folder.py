@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.data.cache import Progress, content_key, silent
 from fedmll.data.dataset import Dataset, Splits
-from fedmll.data.decode import EncodedImages, Size, decoded_images
-from fedmll.data.labels_csv import LabelTable, read_labels
-from fedmll.data.reading import Reading, left_out, readable
+from fedmll.data.images.cache import Progress, content_key, silent
+from fedmll.data.images.decode import EncodedImages, Size, decoded_images
+from fedmll.data.images.labels_csv import LabelTable, read_labels
+from fedmll.data.images.reading import Reading, left_out, readable
 from fedmll.data.sources.base import Request, Source
 from fedmll.data.targets import splits_of
 from fedmll.errors import DataError

@@ -1,4 +1,4 @@
-"""`packed:FILE.npz`: images and labels in one file; `fedmll data pack` writes it (its arrays: see fedmll.data.pack).
+"""`packed:FILE.npz`: images and labels in one file; `fedmll data pack` writes it (its arrays: data.images.pack).
 
 Also read: `is_test` (booleans) instead of `split`, and `labels` of one class number a sample. Without either a fifth is
 test. The samples' clients are the array `client`; whose samples they are says the array that `data.group` names, else
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.dataset import Dataset, Splits
-from fedmll.data.decode import EncodedImages, decoded_images
-from fedmll.data.reading import Problems, left_out, readable
+from fedmll.data.images.decode import EncodedImages, decoded_images
+from fedmll.data.images.reading import Problems, left_out, readable
 from fedmll.data.sources.base import Request, Source
 from fedmll.data.sources.npz import class_names, read_npz
 from fedmll.data.targets import TEST, check_classes, splits_of, three_valued

@@ -1,0 +1,3 @@
+from fedmll.cli.main import main
+
+main()

@@ -1,0 +1,172 @@
+"""The options that commands share, and what they mean."""
+
+from __future__ import annotations
+
+import signal
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from fedmll.errors import ConfigError
+
+File = Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="The experiment; without it, the defaults.")]
+MethodName = Annotated[str | None, typer.Option("--method", help="A method (see `fedmll methods`).")]
+DataName = Annotated[str | None, typer.Option("--data", help="A data source (see `fedmll data list`).")]
+Root = Annotated[Path | None, typer.Option("--root", help="Where the data lies.", show_default=False)]
+Backbone = Annotated[str | None, typer.Option("--backbone", help="convnet, resnet18, vit; mlp for feature vectors.")]
+Clients = Annotated[int | None, typer.Option("--clients", help="How many clients.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="How many rounds.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The seed of everything random.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="Worker processes; 0: in this process. Default: cores.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or auto.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting, e.g. training.lr=3e-4.")
+]
+SkipUnreadable = Annotated[
+    bool, typer.Option("--skip-unreadable", help="Leave out images that are missing or cannot be decoded.")
+]
+Classes = Annotated[str | None, typer.Option("--classes", help="Use only these columns, comma-separated.")]
+Ignore = Annotated[str | None, typer.Option("--ignore", help="Columns that are no classes, comma-separated.")]
+Group = Annotated[
+    str | None, typer.Option("--group", help="The column whose rows stay on one side of a split: patient.")
+]
+Window = Annotated[
+    str | None, typer.Option("--window", help="LOW,HIGH: what becomes black and white in images of more than 8 bits.")
+]
+Track = Annotated[bool, typer.Option("--track", help="Also write curves for TensorBoard (extra `track`).")]
+Published = Annotated[
+    str | None,
+    typer.Option(
+        "--as-published",
+        metavar="[METHOD]",
+        help="Train as a method's paper does (rounds, lr, …): the chosen method's own, or another's.",
+    ),
+]
+OWN = "own"  # --as-published without a name: the paper of the method that is run
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def parse_value(text: str) -> Any:
+    """As in a TOML file; what is not TOML is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse_settings(settings: list[str] | None) -> dict[str, Any]:
+    values = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes section.key=value, for example training.lr=3e-4; it got '{setting}'.")
+        values[key.strip()] = parse_value(value.strip())
+    return values
+
+
+def with_optional_value(words: list[str], option: str = "--as-published") -> list[str]:
+    """An option whose value may be left out, which Typer does not have: OWN is put in."""
+    filled: list[str] = []
+    for place, word in enumerate(words):
+        filled.append(word)
+        following = words[place + 1] if place + 1 < len(words) else "-"
+        if word == option and (following.startswith("-") or following.endswith(".toml")):
+            filled.append(OWN)
+    return filled
+
+
+def experiment_from(
+    file: Path | None, options: dict[str, Any], settings: list[str] | None, published: str | None = None
+) -> Any:
+    """The file's values, then the options, then --set; published settings only where none of them speaks."""
+    from fedmll.experiment import Experiment, merged, read_toml
+
+    values = {} if file is None else read_toml(file)
+    overrides = {key: value for key, value in options.items() if value is not None} | parse_settings(settings)
+    values = merged(values, overrides)
+    if published is not None:
+        values = as_published(published, values)
+    return Experiment.make(values)
+
+
+def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The values with what a paper says where they say nothing; what it says and cannot be set here is named."""
+    from fedmll import methods
+    from fedmll.cli import display
+    from fedmll.experiment import merged
+
+    name = str(values.get("method", {}).get("name", "fedavg")) if whose == OWN else whose
+    method = methods.find(name)
+    if not method.published:
+        known = ", ".join(known for known, cls in methods.registry().items() if cls.published)
+        raise ConfigError(f"'{name}' has no published settings of its own; say whose: --as-published {known}.")
+
+    def said(key: str) -> bool:
+        section, _, option = key.partition(".")
+        return option in values.get(section, {})
+
+    added = {key: value for key, value in method.published.items() if not said(key)}
+    clients = values.get("partition", {}).get("clients", added.get("partition.clients"))
+    theirs = whose not in (OWN, values.get("method", {}).get("name"))  # another method has not its options
+    missing = {
+        key: what for key, what in method.unpublished.items() if not said(key) and not (theirs and "method." in key)
+    }
+    if clients is not None and added.get("participation.count", 0) > clients:
+        missing["participation.count"] = f"{added.pop('participation.count')} clients a round; there are {clients}"
+    for key, what in missing.items():
+        display.errors.print(f"[yellow]not as published:[/] {key}; the paper: {what}", highlight=False, soft_wrap=True)
+    return merged(values, added)
+
+
+def names_in(text: str | None) -> tuple[str, ...]:
+    """Names, comma-separated."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def window_in(text: str | None) -> tuple[float, float] | None:
+    """LOW,HIGH"""
+    if text is None:
+        return None
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--window takes LOW,HIGH, for example 0,4095; it got '{text}'.") from None
+    return low, high
+
+
+@contextmanager
+def stoppable(hint: str) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop cleanly and say how to go on."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        from fedmll.cli.display import errors
+
+        errors.print(f"\nStopped. Go on with: [bold]{escape(hint)}[/]", soft_wrap=True)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def fresh_folder(name: str) -> Path:
+    """runs/NAME, or runs/NAME-2, … : the first that does not exist."""
+    base = Path("runs") / name.replace(":", "-").replace("/", "-")
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder

@@ -1,0 +1,287 @@
+"""FlowerEngine: rounds between machines. Who takes part follows from the seed and the client's name; every wait has a
+deadline; a reply is merged in an order that does not depend on who was faster; nothing that comes in is trusted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from flwr.app import Message as FlowerMessage
+from flwr.common.constant import ErrorCode
+from torch import Tensor
+
+from fedmll.client import Peer
+from fedmll.data.federation import Federation
+from fedmll.deploy.flower.records import from_records, to_records
+from fedmll.deploy.flower.roster import Member, Roster
+from fedmll.deploy.flower.site_app import BYE, EVALUATE, TRAIN
+from fedmll.engines.local import choose_device
+from fedmll.errors import ReplyRefused, TooFewReplies
+from fedmll.evaluation import metrics
+from fedmll.evaluation.pooled import VALIDATED, Evaluation, evaluate_pooled, predict
+from fedmll.message import Message, Tensors
+from fedmll.methods import make
+from fedmll.methods.base import Reply
+from fedmll.models.flat import FlatWeights
+
+POLL_SECONDS = 0.2
+ROSTER_SECONDS = 2.0
+BYE_SECONDS = 20
+LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+
+
+@dataclass
+class SiteMemories:
+    """Memories are on the clients' disks; the server knows which round's each one's is, and which must be kept."""
+
+    latest: dict[int, int] = field(default_factory=dict)
+    kept: set[tuple[int, int]] | None = field(default_factory=set)  # None: all
+
+    def keep_only(self, versions: set[tuple[int, int]] | None) -> None:
+        self.kept = versions
+
+    def of(self, client: int) -> dict[str, Any]:
+        keep = None if self.kept is None else sorted(round for index, round in self.kept if index == client)
+        return {"base": self.latest.get(client), "keep": keep}
+
+
+@dataclass
+class Parcel:
+    """A message on its way: to whom, and what was sent (a reply must look like it)."""
+
+    peer: Peer
+    member: Member
+    sent: Message
+
+
+class FlowerEngine:
+    def __init__(
+        self,
+        federation: Federation,
+        roster: Roster,
+        *,
+        min_clients: int,
+        round_timeout: float,
+        tries: int,
+        alive: Callable[[], None],
+    ) -> None:
+        self.federation, self.roster, self.grid = federation, roster, roster.grid
+        self.min_clients, self.round_timeout, self.tries = min_clients, round_timeout, tries
+        self.alive = alive  # raises when the SuperLink is gone
+        self.task = federation.task(choose_device(federation.experiment.engine.device))
+        self.method = make(self.task)
+        self.model = self.method.model().to(self.task.device)
+        self.weights = FlatWeights(self.model)
+        self.peers = federation.peers(self.method)
+        self.method.begin(self.peers)
+        self.memory = SiteMemories()
+        self.bytes_up = self.bytes_down = 0
+        self.number = 0
+
+    @property
+    def private(self) -> bool:
+        return bool(getattr(self.method, "private", False))
+
+    def start(self) -> Tensors:
+        return self.method.start(self.weights)
+
+    def audit(self) -> dict[str, float | Tensor]:
+        return {}  # only a simulation knows the truth
+
+    def close(self) -> None:
+        pass
+
+    # ---- a round
+
+    def round(self, state: Tensors, number: int) -> Iterator[Reply]:
+        sizes = self.federation.sizes
+        order = sorted(self.federation.participants(number).tolist(), key=lambda client: (-sizes[client], client))
+        needed = min(self.min_clients, len(order))
+        self.number = number
+        remembered = dict(self.memory.latest)
+        self.bytes_down = self.bytes_up = 0
+        messages: dict[int, Message] = {}
+
+        def letter(peer: Peer) -> tuple[Message, dict[str, Any]]:
+            messages.setdefault(peer.index, self.method.send(state, peer, number))
+            return messages[peer.index], {"round": number, **self.memory.of(peer.index)}
+
+        good = 0
+        for peer, reply, about in self._exchange(TRAIN, [self.peers[c] for c in order], letter, needed, number):
+            good += 1
+            self.bytes_up += reply.nbytes
+            if about.get("memory") is True:
+                self.memory.latest[peer.index] = number
+            yield peer, reply
+        if good < needed:
+            self.memory.latest = remembered  # who trained starts again from what it remembered before
+            raise TooFewReplies(
+                f"round {number} got {good} good replies from {len(order)} clients and needs {needed} (--min-clients). "
+                f"Connected: {', '.join(sorted(self.roster.members)) or 'nobody'}."
+            )
+
+    def _exchange(
+        self,
+        kind: str,
+        peers: Sequence[Peer],
+        letter: Callable[[Peer], tuple[Message, dict[str, Any]]],
+        needed: int,
+        number: int,
+    ) -> Iterator[tuple[Peer, Message, dict[str, Any]]]:
+        """Send each peer its letter and give the good replies in the peers' order, until all answered or are gone, or
+        the deadline is over. A node that came back meanwhile is asked again."""
+        deadline = time.monotonic() + self.round_timeout
+        answers: dict[str, tuple[Peer, Message, dict[str, Any]] | None] = {}  # None: will not come
+        parcels: dict[str, Parcel] = {}
+        next_look, turn = 0.0, 0
+        while turn < len(peers):
+            now = time.monotonic()
+            if now >= next_look:
+                self.alive()
+                self.roster.update()
+                self._send(kind, [p for p in peers if p.name not in answers], letter, parcels, deadline - now)
+                next_look = now + ROSTER_SECONDS
+            self._receive(kind, parcels, answers, number)
+            while turn < len(peers) and peers[turn].name in answers:
+                answer = answers[peers[turn].name]
+                answers[peers[turn].name] = None  # merged: let it go
+                turn += 1
+                if answer is not None:
+                    yield answer
+                    needed -= 1
+            missing = [p.name for p in peers if p.name not in answers]
+            waiting = sum(answer is not None for answer in answers.values())
+            nobody = all(name not in self.roster.members for name in missing) and needed - waiting <= 0
+            if missing and (time.monotonic() > deadline or (nobody and not self._expected(missing))):
+                for name in missing:
+                    connected = name in self.roster.members
+                    reason = f"no answer in {self.round_timeout:g} s" if connected else "it is not connected"
+                    self.roster.notice(f"round {number}: {name} is left out ({reason})")
+                    answers[name] = None
+            elif missing:
+                time.sleep(POLL_SECONDS)
+
+    def _expected(self, names: Sequence[str]) -> bool:
+        """Whether one of these is just being greeted."""
+        return bool(self.roster.waiting) and bool(names)
+
+    def _send(
+        self,
+        kind: str,
+        peers: Sequence[Peer],
+        letter: Callable[[Peer], tuple[Message, dict[str, Any]]],
+        parcels: dict[str, Parcel],
+        seconds: float,
+    ) -> None:
+        on_the_way = {(parcel.member.node, parcel.member.since) for parcel in parcels.values()}
+        for peer in peers:
+            member = self.roster.members.get(peer.name)
+            if member is None or (member.node, member.since) in on_the_way or seconds <= 0:
+                continue
+            for message_id in [key for key, parcel in parcels.items() if parcel.peer is peer]:
+                del parcels[message_id]  # its node came anew: that message is lost
+            message, about = letter(peer)
+            content = to_records(message, about | {"setup": self.roster.setup})
+            outgoing = FlowerMessage(content, member.node, kind, ttl=seconds, group_id=str(self.number))
+            (message_id,) = self.grid.push_messages([outgoing])
+            if message_id:
+                self.bytes_down += message.nbytes
+                parcels[message_id] = Parcel(peer, member, message)
+
+    def _receive(
+        self,
+        kind: str,
+        parcels: dict[str, Parcel],
+        answers: dict[str, tuple[Peer, Message, dict[str, Any]] | None],
+        number: int,
+    ) -> None:
+        for reply in self.grid.pull_messages(list(parcels)) if parcels else ():
+            parcel = parcels.pop(reply.metadata.reply_to_message_id, None)
+            if parcel is None or (reply.has_error() and reply.error.code in LOST):
+                continue  # it is sent again if its node is there
+            peer = parcel.peer
+            try:
+                if reply.has_error():
+                    raise ReplyRefused(f"its node reports: {reply.error.reason or reply.error.code}")
+                message, about = from_records(reply.content)
+                self._check(kind, parcel, message, about)
+                answers[peer.name] = (peer, message, about)
+            except ReplyRefused as refusal:
+                self.roster.notice(f"round {number}: the reply of {peer.name} is refused: {refusal}")
+                answers[peer.name] = None
+
+    def _check(self, kind: str, parcel: Parcel, reply: Message, about: dict[str, Any]) -> None:
+        if "error" in about:
+            raise ReplyRefused(str(about["error"]))
+        if about.get("name") != parcel.peer.name:
+            raise ReplyRefused(f"it calls itself '{about.get('name')}'")
+        if kind != TRAIN:
+            return
+        if "loss" not in reply.numbers:
+            raise ReplyRefused("it does not say its loss")
+        try:
+            reason = self.method.refuse(parcel.sent, reply, self.number)
+        except Exception as error:  # a reply that confuses the check is not a good one
+            reason = f"it cannot be checked ({type(error).__name__}: {error})"
+        if reason is not None:
+            raise ReplyRefused(reason)
+
+    # ---- evaluation
+
+    def evaluate(self, message: Message) -> Evaluation:
+        """On the server's test data, if it has any; and on the clients' own, averaged by size."""
+        report, values = metrics.Report({}, {}, {}), {}
+        if len(self.federation.test):
+            self.method.receive(self.weights, message)
+            data = self.federation.test
+            scores = predict(self.method, self.model, data, 0, len(data)).numpy()
+            pooled = evaluate_pooled(self.federation, {"test": scores})
+            report, values = pooled.report, pooled.values
+        clients = self._clients_evaluation(message)
+        if clients is not None:
+            means = clients.values
+            values = means | values | {f"val_{k}": means[k] for k in VALIDATED if k in means}
+        return Evaluation(values, report, clients)
+
+    def _clients_evaluation(self, message: Message) -> metrics.ClientReport | None:
+        introductions = self.roster.introductions
+        peers = [peer for peer in self.peers if introductions[peer.name].held_out]
+        if not peers:
+            return None
+
+        def letter(peer: Peer) -> tuple[Message, dict[str, Any]]:
+            # a private client may only see its own rows
+            return (self.method.send(message.tensors, peer, self.number) if self.private else message), {}
+
+        found = [(peer, reply.numbers) for peer, reply, _ in self._exchange(EVALUATE, peers, letter, 1, self.number)]
+        if not found:
+            return None
+        sizes = np.array([introductions[peer.name].held_out for peer, _ in found])
+        names = sorted(set.union(*(set(numbers) for _, numbers in found)))
+        table = {name: np.array([numbers.get(name, np.nan) for _, numbers in found]) for name in names}
+        values = {}
+        for name, column in table.items():
+            defined = np.isfinite(column)
+            values[name] = float(np.average(column[defined], weights=sizes[defined])) if defined.any() else np.nan
+        places = np.array([peer.index for peer, _ in found])
+        return metrics.ClientReport(values, {"client": places, "samples": sizes, **table})
+
+    # ---- the end
+
+    def farewell(self) -> None:
+        """Tell everybody that the run is over; who does not hear it notices that the server is gone."""
+        self.roster.update()
+        content = {"setup": self.roster.setup}
+        letters = [
+            FlowerMessage(to_records(Message(), content), member.node, BYE, ttl=BYE_SECONDS)
+            for member in self.roster.members.values()
+        ]
+        waiting = [message_id for message_id in self.grid.push_messages(letters) if message_id] if letters else []
+        deadline = time.monotonic() + BYE_SECONDS
+        while waiting and time.monotonic() < deadline:
+            answered = {reply.metadata.reply_to_message_id for reply in self.grid.pull_messages(waiting)}
+            waiting = [message_id for message_id in waiting if message_id not in answered]
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,177 @@
+"""Who is connected, by name. With keys, the SuperLink knows each node's name by its key, and the client must claim the
+same; without them (insecure) it is what the client claims, one node a name. A client is asked once what data it has,
+and must have the same when it comes back."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from flwr.app import Message as FlowerMessage
+from flwr.app import RecordDict
+
+from fedmll import files
+from fedmll.deploy.flower.records import from_records, to_records
+from fedmll.deploy.flower.site_app import HELLO
+from fedmll.errors import ReplyRefused
+from fedmll.message import Message
+from fedmll.models.flat import Sketch, sketches_differ
+
+ASK_AGAIN_SECONDS = 10  # a node that was refused may have been put right
+DIGEST = re.compile("[0-9a-f]{32}")
+HELLO_SECONDS = 600  # the first look at a site's images may take long
+
+Notice = Callable[[str], None]
+
+
+class Grid(Protocol):
+    """What we use of Flower's Grid."""
+
+    def get_nodes(self) -> Any: ...
+
+    def push_messages(self, messages: Any) -> Any: ...
+
+    def pull_messages(self, message_ids: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a client says of itself; for the server only."""
+
+    samples: int
+    held_out: int
+    classes: tuple[str, ...]  # that it annotates
+    digest: str  # of its images and labels
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Introduction:
+        samples, held_out, classes = told.get("samples"), told.get("held_out"), told.get("classes")
+        digest = told.get("digest")
+        counts = isinstance(samples, int) and isinstance(held_out, int) and samples > 0 and held_out >= 0
+        if not counts or not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            raise ReplyRefused("it does not say properly what data it has")
+        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+            raise ReplyRefused("it does not say properly what data it has")
+        return cls(int(str(samples)), int(str(held_out)), tuple(classes), digest)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client that is connected and was accepted."""
+
+    name: str
+    node: int
+    since: str  # when its node came: a node that came anew has lost what it was doing
+
+
+@dataclass
+class Roster:
+    grid: Grid
+    names: Sequence[str]
+    keyed: bool
+    setup: str
+    file: Path  # where introductions are kept over a restart of the server
+    notice: Notice
+    classes: Sequence[str] = ()  # that exist; empty: any
+    frozen: Mapping[str, Sketch] = field(default_factory=dict)  # tensors that every site must have as the server has
+    members: dict[str, Member] = field(default_factory=dict)
+    introductions: dict[str, Introduction] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.waiting: dict[str, tuple[int, str, float]] = {}  # hello's id → node, since, deadline
+        self.refused: dict[tuple[int, str], tuple[float, str]] = {}  # node, since → when it may be asked again, why
+        if self.file.exists():
+            for name, told in json.loads(self.file.read_text()).items():
+                self.introductions[name] = Introduction.of(told)
+
+    def update(self) -> None:
+        """See who is there, greet who is new, hear the answers."""
+        online = {node.node_id: node for node in self.grid.get_nodes() if node.status in ("", "online")}
+        for name, member in list(self.members.items()):
+            node = online.get(member.node)
+            if node is None or node.last_activated_at != member.since:
+                del self.members[name]
+                if node is None:
+                    self.notice(f"{name} is gone; the run goes on without it until it comes back")
+        now = time.monotonic()
+        greeted = {(member.node, member.since) for member in self.members.values()}
+        greeted |= {(node, since) for node, since, _ in self.waiting.values()}
+        for node_id, node in online.items():
+            key = (node_id, node.last_activated_at)
+            if key not in greeted and now >= self.refused.get(key, (0.0, ""))[0]:
+                self._greet(*key, now)
+        self._hear(now)
+
+    def _greet(self, node: int, since: str, now: float) -> None:
+        content = to_records(Message(), {"setup": self.setup})
+        (message_id,) = self.grid.push_messages([FlowerMessage(content, node, HELLO, ttl=HELLO_SECONDS)])
+        if message_id:
+            self.waiting[message_id] = (node, since, now + HELLO_SECONDS)
+
+    def _hear(self, now: float) -> None:
+        for message_id in [key for key, (_, _, deadline) in self.waiting.items() if now > deadline]:
+            del self.waiting[message_id]
+        if not self.waiting:
+            return
+        names = {node.node_id: node.name for node in self.grid.get_nodes()}
+        for reply in self.grid.pull_messages(list(self.waiting)):
+            node, since, _ = self.waiting.pop(reply.metadata.reply_to_message_id, (0, "", 0.0))
+            if node and not reply.has_error():
+                self._consider(node, since, names.get(node, ""), reply.content, now)
+
+    def _consider(self, node: int, since: str, registered: str, content: RecordDict, now: float) -> None:
+        told: dict[str, Any] = {}
+        try:
+            _, told = from_records(content)
+            introduction = self._accept(node, registered, told)
+        except ReplyRefused as refusal:
+            name = registered or str(told.get("name") or f"node {node}")
+            if self.refused.get((node, since), (0.0, ""))[1] != str(refusal):
+                self.notice(f"{name} is refused: {refusal}")
+            self.refused[node, since] = (now + ASK_AGAIN_SECONDS, str(refusal))
+            return
+        name = told["name"]
+        again = name in self.introductions
+        self.members[name] = Member(name, node, since)
+        self.refused.pop((node, since), None)
+        if not again:
+            self.introductions[name] = introduction
+            files.write(self.file, json.dumps({n: asdict(i) for n, i in self.introductions.items()}))
+        self.notice(f"{name} is here: {introduction.samples} images, {len(introduction.classes)} classes annotated")
+
+    def _accept(self, node: int, registered: str, told: Mapping[str, Any]) -> Introduction:
+        name = told.get("name")
+        if "error" in told:
+            raise ReplyRefused(str(told["error"]))
+        if self.keyed and name != registered:
+            raise ReplyRefused(f"it calls itself '{name}', and its key is that of '{registered}'")
+        if name not in self.names:
+            raise ReplyRefused(f"'{name}' is not among the clients of this run ({', '.join(self.names)})")
+        other = self.members.get(str(name))
+        if other is not None and other.node != node:
+            raise ReplyRefused(
+                "another node is connected under this name; a restart is taken back when that one is gone"
+            )
+        introduction = Introduction.of(told)
+        strange = [label for label in introduction.classes if self.classes and label not in self.classes]
+        if strange:
+            raise ReplyRefused(f"it has the class '{strange[0]}', which this federation does not have")
+        different = sketches_differ(self.frozen, told.get("frozen", {}))
+        if different:
+            raise ReplyRefused(
+                f"what is frozen in its model is not what the server has ({', '.join(different[:5])}): it must use the "
+                "same text encoder, pretrained weights and library versions"
+            )
+        before = self.introductions.get(str(name), introduction)
+        if before != introduction:
+            raise ReplyRefused(
+                f"its data changed since the run began ({before.samples} images and {len(before.classes)} classes "
+                f"then, {introduction.samples} and {len(introduction.classes)} now"
+                + (")" if replace(before, digest=introduction.digest) != introduction else "; other labels or images)")
+            )
+        return introduction

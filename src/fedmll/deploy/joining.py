@@ -1,0 +1,136 @@
+"""A client's side of a real federation: look at the server, then serve it until the run is over.
+
+The SuperNode is started again when it ends (the server was restarted, the network was away); what cannot get better by
+waiting (a key that the server does not know, a certificate that does not hold) ends with an error that says so."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedmll.deploy.site import Site
+from fedmll.deploy.site_worker import remember_site
+from fedmll.errors import ConfigError, FederationError
+
+LOOK_SECONDS = 5
+RESTART_SECONDS = 1
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a client reaches its server."""
+
+    server: str  # host:port
+    ca: Path | None  # None: insecure
+    key: Path | None
+    patience: float = 3600  # seconds without the server until giving up
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, _, port = self.server.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(
+                f"The server is HOST:PORT, for example federation.example.org:8000; it got '{self.server}'."
+            )
+        return host.strip("[]"), int(port)
+
+
+def join(site: Site, access: Access, show: Callable[[str], None]) -> None:
+    """Serve the federation until the run is over."""
+    from fedmll.deploy.flower.executor import Executor
+    from fedmll.deploy.flower.processes import Child, Node, free_port, new_secret
+
+    for path in (access.ca, access.key):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{path} does not exist; `fedmll keys` makes keys and says what to send to whom.")
+    look(access, show)
+    folder = site.memory / "flower"
+    site_file, secret = folder / "site.json", new_secret(folder)
+    remember_site(site, site_file)
+    deadline = time.monotonic() + access.patience
+    while True:
+        node = Node(
+            access.server,
+            free_port(),
+            str(folder),
+            str(secret),
+            access.patience,
+            None if access.ca is None else str(access.ca),
+            None if access.key is None else str(access.key),
+        )
+        child = Child("supernode", node)
+        try:
+            executor = Executor(node.port, secret, site_file)
+            show(f"{site.name} waits for {access.server}")
+            executor.serve(lambda child=child: not child.ended())  # type: ignore[misc]
+        finally:
+            child.stop()
+        if executor.over:
+            show("the run is over")
+            return
+        _explain(site, access, child.said())
+        if executor.served:
+            deadline = time.monotonic() + access.patience
+        if time.monotonic() > deadline:
+            raise FederationError(f"{access.server} did not come back in {access.patience:g} s (--patience).")
+        show("the connection was lost; trying again")
+        time.sleep(RESTART_SECONDS)
+
+
+def look(access: Access, show: Callable[[str], None]) -> None:
+    """Whether the server is there and is who it should be. A server that is not there yet is waited for."""
+    host, port = access.host_and_port
+    deadline, told = time.monotonic() + access.patience, False
+    while True:
+        try:
+            with socket.create_connection((host, port), LOOK_SECONDS) as plain:
+                _shake_hands(plain, host, access)
+                return
+        except ssl.SSLCertVerificationError as error:
+            raise FederationError(
+                f"{access.server} does not show a certificate of your consortium's CA ({error.verify_message}). Is "
+                f"{access.ca} the ca.crt that the server's operator sent, and is '{host}' a name in its certificate "
+                "(`fedmll keys init --host …`)?"
+            ) from None
+        except ssl.SSLError as error:
+            raise FederationError(
+                f"{access.server} does not speak TLS ({error.reason}). Its operator may have started it with "
+                "--insecure; ask for TLS."
+            ) from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise FederationError(f"{access.server} is not reachable: {error}.") from None
+            if not told:
+                show(f"{access.server} is not there yet ({error}); waiting")
+                told = True
+            time.sleep(RESTART_SECONDS)
+
+
+def _shake_hands(plain: socket.socket, host: str, access: Access) -> None:
+    if access.ca is not None:
+        context = ssl.create_default_context(cafile=str(access.ca))
+        with context.wrap_socket(plain, server_hostname=host):
+            return
+    # --insecure: a TLS server does not answer plain HTTP with HTTP
+    plain.sendall(b"GET /v1/fleet/ HTTP/1.0\r\n\r\n")
+    if not plain.recv(16).startswith(b"HTTP/"):
+        raise FederationError(
+            f"{access.server} does not take plain HTTP: it speaks TLS. Join with --ca and --key, without --insecure."
+        )
+
+
+def _explain(site: Site, access: Access, said: str) -> None:
+    """An error where waiting does not help."""
+    if "Failed to activate SuperNode" in said:
+        raise FederationError(
+            f"{access.server} does not know the key of {site.name}. Send the public key ({site.name}.pub, made by "
+            f"`fedmll keys new {site.name}`) to its operator, who puts it beside the server's keys and starts it again."
+        )
+    if "All SuperNodes must be registered" in said:
+        raise FederationError(f"{access.server} takes registered keys only; join with --key {site.name}.key.")
+    if "Unable to parse the private key" in said:
+        raise ConfigError(f"{access.key} is not a key made by `fedmll keys new`.")

@@ -1,0 +1,276 @@
+"""A real federation from the server's side: `serve` and `go_on`. A run's folder has, beside what every run has,
+
+server.json   how the server is run (clients, deadlines, address, keys): what `fedmll resume` needs
+sites.json    what each client said of its data when it first came
+flower/       Flower's own files and the SuperLink's log
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedmll import files
+from fedmll.client import Task
+from fedmll.data import federation, sources
+from fedmll.data.dataset import Dataset
+from fedmll.data.federation import Federation
+from fedmll.deploy import keys, site
+from fedmll.deploy.site_worker import Setup
+from fedmll.engines.base import Engine
+from fedmll.errors import ConfigError, DataError, FederationError
+from fedmll.experiment import Experiment
+from fedmll.methods import find, make
+from fedmll.models.flat import frozen_sketch
+from fedmll.runs import loop
+from fedmll.runs.loop import Observer, Result
+
+if TYPE_CHECKING:
+    from fedmll.deploy.flower.roster import Grid, Introduction, Roster
+
+RETURN_SECONDS = 60  # for clients to notice that a server is back
+NO_DATA = "none"  # data.name of a server without test data
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a federation's server is run. Nothing of it changes a result, but the clients' names."""
+
+    clients: tuple[str, ...]
+    host: str = "0.0.0.0"
+    port: int = 8000
+    keys: str | None = "keys"  # None: insecure
+    min_clients: int = 2
+    round_timeout: float = 600
+    join_timeout: float = 1800  # until every client has come once
+    tries: int = 3  # of a round that gets too few replies
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def __post_init__(self) -> None:
+        if not self.clients:
+            raise ConfigError("--clients names nobody; write for example --clients hospital-a,hospital-b.")
+        for name in self.clients:
+            keys.check_name(name)
+        if len(set(self.clients)) != len(self.clients):
+            raise ConfigError("--clients names somebody twice; each client needs a name of its own.")
+        if not 1 <= self.min_clients <= len(self.clients):
+            raise ConfigError(f"--min-clients {self.min_clients} is not possible with {len(self.clients)} clients.")
+        if self.round_timeout <= 0 or self.join_timeout <= 0:
+            raise ConfigError("--round-timeout and --join-timeout are seconds, more than 0.")
+
+
+def is_server(out: Path) -> bool:
+    return (out / "server.json").is_file()
+
+
+def serve(experiment: Experiment, server: Server, out: Path, observer: Observer | None = None) -> Result:
+    """Run a federation from round 1, and leave a folder that `go_on` can go on with. A start that fails leaves none."""
+    from fedmll.deploy.flower.processes import check_address
+
+    _check(experiment)
+    if server.keys is not None:
+        keys.server_files(Path(server.keys))
+        keys.registered(Path(server.keys), server.clients)
+        server = replace(server, keys=str(Path(server.keys).resolve()))
+    loop.check_vacant(out)
+    check_address(server.host, server.port)
+    mine = own_data(experiment, observer or Observer())
+    loop.create(out, settled(experiment, mine.test.sample_shape))
+    files.write(out / "server.json", json.dumps(asdict(server), indent=2) + "\n")
+    return go_on(out, observer)
+
+
+def go_on(out: Path, observer: Observer | None = None) -> Result:
+    """Start the federation in a folder, or go on with it from its last checkpoint."""
+    from fedmll.deploy.flower.link import own_link
+    from fedmll.deploy.flower.processes import Link, new_secret
+
+    observer = observer or Observer()
+    experiment, server = loop.experiment_in(out), server_in(out)
+    if (out / "summary.json").exists():
+        raise ConfigError(f"The run in {out} is over: its result is in summary.json and model.safetensors there.")
+    link = Link(server.host, server.port, str(out / "flower"), str(new_secret(out / "flower")), {})
+    if server.keys is not None:
+        folder = Path(server.keys)
+        certificate, key, ca = map(str, keys.server_files(folder))
+        nodes = keys.registered(folder, server.clients)
+        link = replace(link, nodes=nodes, certificate=certificate, key=key, ca=ca)
+    with own_link(link) as connected:
+        return drive(connected.grid, experiment, server, out, observer, connected.alive)
+
+
+def server_in(out: Path) -> Server:
+    values = json.loads((out / "server.json").read_text())
+    return Server(**values | {"clients": tuple(values["clients"])})
+
+
+def drive(
+    grid: Grid,
+    experiment: Experiment,
+    server: Server,
+    out: Path,
+    observer: Observer,
+    alive: Callable[[], None] = lambda: None,
+) -> Result:
+    """The run itself, over any Grid of Flower's (a SuperLink's, or its simulation engine's)."""
+    from fedmll.deploy.flower.engine import FlowerEngine
+    from fedmll.deploy.flower.roster import Roster
+
+    mine = own_data(experiment, observer)
+    classes, shape = mine.test.classes, mine.test.sample_shape
+    private = experiment.method.options.get("labels") == "private"
+    setup = Setup(server.run, told(experiment), None if private else classes, shape, len(server.clients))
+    model = make(Task(experiment, classes, shape, len(server.clients), torch.device("cpu"))).model()
+    roster = Roster(
+        grid,
+        server.clients,
+        server.keys is not None,
+        setup.to_json(),
+        out / "sites.json",
+        observer.warning,
+        classes,
+        {} if private else frozen_sketch(model),
+    )
+    _wait_for_all(roster, server, alive)
+    engines: list[FlowerEngine] = []
+
+    def make_engine(data: Federation, _: Path) -> Engine:
+        engine = FlowerEngine(
+            data,
+            roster,
+            min_clients=server.min_clients,
+            round_timeout=server.round_timeout,
+            tries=server.tries,
+            alive=alive,
+        )
+        engines.append(engine)
+        return engine
+
+    prepared = _federation(experiment, server, roster.introductions, mine)
+    result = loop.resume(out, observer=observer, prepared=prepared, make_engine=make_engine)
+    engines[0].farewell()
+    return result
+
+
+def settled(experiment: Experiment, shape: tuple[int, ...]) -> Experiment:
+    """The experiment with what the sites must not each decide for themselves."""
+    return experiment.settled(federation.decisions(shape, has_validation=False) | {"partition.kind": "natural"})
+
+
+def told(experiment: Experiment) -> dict[str, Any]:
+    """What the sites are told of an experiment: not where the server's data lies, and none of its own settings."""
+    own = find(experiment.method.name).server_only
+    values: dict[str, Any] = json.loads(
+        experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True, "engine": True})
+    )
+    values["method"] = {name: value for name, value in values["method"].items() if name not in own}
+    values["partition"].pop("server")
+    return values | {"data": {"name": NO_DATA}}
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """What the server itself has: test data (none: an empty one, with the classes and the shape), unlabelled images."""
+
+    test: Dataset
+    unlabelled: Dataset | None
+
+
+def own_data(experiment: Experiment, observer: Observer) -> OwnData:
+    data = experiment.data
+    if data.name == NO_DATA:
+        if experiment.sites is None or data.size is None:
+            raise ConfigError(
+                "data.name = 'none' is for a server without test data; it must then say what the clients have: "
+                "sites.classes = ['…', '…'] and data.size (and sites.channels = 1 for grey images)."
+            )
+        height, width = (data.size, data.size) if isinstance(data.size, int) else data.size
+        store = np.zeros((0, experiment.sites.channels, height, width), np.uint8)
+        classes = experiment.sites.classes
+        return OwnData(Dataset(store, np.zeros((0, len(classes)), np.int8), classes), None)
+    if data.name.startswith("folder:"):
+        file = Path(data.name.partition(":")[2]).expanduser()
+        test, train, found = site.load_test(file, data.root, data.size, data.reading, observer.preparing)
+        for note in found.notes:
+            observer.warning(note)
+        if not len(test):
+            raise DataError(f"The server's own data, {data.name}, has no row with split = test.")
+        return OwnData(test, train if len(train) else None)
+    splits = sources.load(
+        data.name, data.root, data.size, experiment.seed, data.composition, observer.preparing, data.reading
+    )
+    for note in splits.notes:
+        observer.warning(note)
+    return OwnData(splits.test, None)
+
+
+def _check(experiment: Experiment) -> None:
+    method = find(experiment.method.name)
+    if method.pooled:
+        raise ConfigError(
+            f"'{method.name}' trains on all data in one place; a federation between machines exists to avoid that. "
+            "Choose another method (`fedmll methods`)."
+        )
+    if experiment.model.backbone == "mlp":
+        raise ConfigError("A federation between machines is for images; feature vectors are for `fedmll run`.")
+
+
+def _wait_for_all(roster: Roster, server: Server, alive: Callable[[], None]) -> None:
+    """Until every client has come once and all are connected; after a restart, or enough of them for a while."""
+    deadline = time.monotonic() + server.join_timeout
+    enough = time.monotonic() + min(RETURN_SECONDS, server.join_timeout)
+    while True:
+        alive()
+        roster.update()
+        missing = [name for name in server.clients if name not in roster.introductions]
+        here = len(roster.members)
+        if here == len(server.clients):
+            return
+        if not missing and here >= server.min_clients and time.monotonic() > enough:
+            return
+        if time.monotonic() > deadline:
+            who = (
+                f"{', '.join(missing)} did not come" if missing else f"only {len(roster.members)} clients are connected"
+            )
+            raise FederationError(
+                f"{who} in {server.join_timeout:g} s (--join-timeout). Nothing is lost: start `fedmll join` there, "
+                "then go on with `fedmll resume` here, or start a new run with other --clients."
+            )
+        time.sleep(0.5)
+
+
+def _federation(
+    experiment: Experiment, server: Server, introductions: dict[str, Introduction], mine: OwnData
+) -> Federation:
+    """The federation as the server knows it: sizes and classes, not a single training sample."""
+    classes = mine.test.classes
+    known = np.array([[name in introductions[client].classes for name in classes] for client in server.clients])
+    nothing = Dataset(mine.test.store[:0], np.zeros((0, len(classes)), np.int8), classes, np.zeros(0, np.int64))
+    samples: tuple[NDArray[np.int64], ...] = tuple(np.arange(introductions[name].samples) for name in server.clients)
+    return federation.Federation(
+        experiment,
+        train=nothing,
+        truth=nothing.labels,
+        test=mine.test,
+        validation=nothing,
+        held_out=nothing,
+        held_out_owner=np.zeros(0, np.int64),
+        names=server.clients,
+        samples=samples,
+        annotated=known,
+        allowed=np.ones_like(known),
+        report={},
+        server=mine.unlabelled,
+        source=nothing,
+        pooled_rows=np.zeros(0, np.int64),
+        decided={},
+    )

@@ -1,0 +1,77 @@
+"""The global model on data: predictions, and every metric of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedmll.client import EVALUATION_BATCH
+from fedmll.data.dataset import Dataset
+from fedmll.evaluation import metrics
+from fedmll.methods.base import Method
+
+if TYPE_CHECKING:
+    from fedmll.data.federation import Federation
+
+VALIDATED = ("macro_auc", "map", "macro_f1")  # also on validation data, as val_…
+_POSITIVE, _BOTH = "a class with a positive", "a class with a positive and a negative"
+_HELD_OUT = "in samples that the clients themselves hold out (partition.holdout)"
+
+# Every metric that `evaluate_pooled` can give, and what it needs: without that it is undefined.
+METRICS: dict[str, str] = {
+    **dict.fromkeys(("macro_auc", "micro_auc", "auc", "bacc"), f"{_BOTH} in the test data"),
+    **dict.fromkeys(("macro_f1", "micro_f1", "map", "c_ap", "o_ap"), f"{_POSITIVE} in the test data"),
+    **dict.fromkeys(("c_p", "c_r", "c_f1", "o_p", "o_r", "o_f1"), f"{_POSITIVE} in the test data"),
+    "hamming": "a known target in the test data",
+    **dict.fromkeys(("macro_f1_tuned", "micro_f1_tuned"), f"{_POSITIVE} in the test data, and validation data"),
+    "accuracy": "test samples that all have exactly one label",
+    "val_macro_auc": f"{_BOTH} in the validation data",
+    **dict.fromkeys(("val_map", "val_macro_f1"), f"{_POSITIVE} in the validation data"),
+    **dict.fromkeys(("client_mean_auc", "client_worst_auc"), f"{_BOTH} {_HELD_OUT}"),
+    **dict.fromkeys(("client_mean_map", "client_worst_map"), f"{_POSITIVE} {_HELD_OUT}"),
+    **dict.fromkeys(("client_mean_macro_f1", "client_worst_macro_f1"), f"{_POSITIVE} {_HELD_OUT}"),
+}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    values: dict[str, float]
+    report: metrics.Report  # of the test data
+    clients: metrics.ClientReport | None = None  # of the clients' own held-out data
+
+
+def predict(method: Method, model: nn.Module, data: Dataset, start: int, stop: int) -> Tensor:
+    """Probabilities of the samples from `start` to `stop`."""
+    model.eval()
+    task, scores = method.task, []
+    with torch.inference_mode():
+        for first in range(start, stop, EVALUATION_BATCH):
+            raw = task.tensor(data.samples(slice(first, min(first + EVALUATION_BATCH, stop))))
+            scores.append(method.predict(model, task.inputs(raw)).cpu())
+    return torch.cat(scores)
+
+
+def evaluate_pooled(data: Federation, scores: Mapping[str, NDArray[np.float32]]) -> Evaluation:
+    """Every metric of the global model on the test data; F1 also at thresholds chosen on the validation data; each
+    client's own on what it holds out. `scores` by the names of `Federation.evaluated`."""
+    test = scores["test"]
+    validation = scores.get("validation", test[:0])
+    thresholds = metrics.best_thresholds(validation, data.validation.labels) if len(validation) else None
+    report = metrics.evaluate(test, data.test.labels, data.test.classes, thresholds)
+    values, clients = dict(report.values), None
+    if bool(((data.test.labels == 1).sum(1) == 1).all()):
+        values["accuracy"], report.per_class["accuracy"] = metrics.accuracy(test, data.test.labels)
+    if len(validation):
+        found = metrics.evaluate(validation, data.validation.labels, data.validation.classes).values
+        values |= {f"val_{name}": found[name] for name in VALIDATED}
+    held_out = scores.get("held-out", validation)
+    if len(held_out) and len(data.held_out):
+        clients = metrics.per_client(held_out, data.held_out.labels, data.held_out_owner, data.held_out.classes)
+        values |= clients.values
+    return Evaluation(values, report, clients)

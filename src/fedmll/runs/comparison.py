@@ -1,0 +1,193 @@
+"""What a comparison found: its rows of runs, the tables of them, and the notes without which a table would mislead."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedmll import files
+from fedmll.evaluation.pooled import METRICS
+from fedmll.experiment import Experiment
+
+SHOWN = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "bacc")
+COSTS = ("s/round", "MB/round")
+
+Table = tuple[list[str], list[list[str]]]  # header, rows
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table: a method and what it changes, e.g. `fedavg:weights=equal`."""
+
+    label: str
+    overrides: dict[str, Any]
+
+
+@dataclass(eq=False)
+class Cell:
+    """One run. It has a summary when it is finished, a failure when it broke off, and neither before."""
+
+    variant: Variant
+    seed: int
+    setting: dict[str, Any]  # what --tune sets for it
+    folder: Path
+    experiment: Experiment
+    summary: dict[str, Any] | None = None
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join([self.variant.label, *_settings(self.setting), f"seed {self.seed}"])
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of a variant, a seed each."""
+
+    label: str
+    cells: list[Cell]  # none while it is not known which setting is best, or if every setting failed
+    trials: list[Cell]  # the first seed with every setting of --tune
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        return self.cells[0].setting if self.cells else {}
+
+    @property
+    def runs(self) -> list[Cell]:
+        return self.trials + [cell for cell in self.cells if cell not in self.trials]
+
+    @property
+    def done(self) -> bool:
+        """Every seed is finished or failed; or every setting failed, and then no seed goes on."""
+        return all(cell.summary is not None or cell.failure is not None for cell in self.cells or self.trials)
+
+    def values(self, metric: str) -> dict[int, float]:
+        """By seed, of the runs that are finished."""
+        return {cell.seed: measure(cell.summary, metric) for cell in self.cells if cell.summary is not None}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: list[Row]
+    seeds: list[int]
+    tuned: Mapping[str, Sequence[Any]]  # --tune: key → values
+
+    @property
+    def runs(self) -> list[Cell]:
+        return [cell for row in self.rows for cell in row.runs]
+
+    @property
+    def failed(self) -> list[Cell]:
+        return [cell for cell in self.runs if cell.failure is not None]
+
+    @property
+    def finished(self) -> list[Cell]:
+        return [cell for cell in self.runs if cell.summary is not None]
+
+
+def measure(summary: Mapping[str, Any], name: str) -> float:
+    """A metric of a run, or its cost a round."""
+    if name == "s/round":
+        return float(summary["seconds"] / summary["rounds"])
+    if name == "MB/round":
+        return float((summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"] / 1e6)
+    value = summary["metrics"].get(name)
+    return math.nan if value is None else float(value)
+
+
+def tables(comparison: Comparison, metrics: Sequence[str], against: str | None = None) -> list[Table]:
+    return [table(comparison, metrics)] + ([] if against is None else [margins(comparison, against, metrics)])
+
+
+def table(comparison: Comparison, metrics: Sequence[str]) -> Table:
+    """Mean ± std (of the sample) over the seeds that finished."""
+    columns = list(dict.fromkeys([*metrics, *COSTS]))
+    rows = []
+    for row in comparison.rows:
+        tuned = [", ".join(_settings(row.setting)) or "–"] if comparison.tuned else []
+        rows.append([row.label, *tuned, *(_figure(comparison, [row], row.values(name)) for name in columns)])
+    return ["method", *(["tuned"] if comparison.tuned else []), *columns], rows
+
+
+def margins(comparison: Comparison, reference: str, metrics: Sequence[str]) -> Table:
+    """How far each row is from the reference, seed by seed: the spread that all methods share does not count."""
+    (base,) = (row for row in comparison.rows if row.label == reference)
+
+    def margin(row: Row, name: str) -> str:
+        ours, theirs = row.values(name), base.values(name)
+        pairs = {seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()}
+        return _figure(comparison, [row, base], pairs, sign="+")
+
+    return [f"margin over {reference}", *metrics], [
+        [row.label, *(margin(row, name) for name in metrics)] for row in comparison.rows if row is not base
+    ]
+
+
+def _figure(comparison: Comparison, rows: list[Row], values: dict[int, float], sign: str = "") -> str:
+    """`34.10 ± 0.20`; with ` (2 of 3)` where not every seed of the rows is finished."""
+    if not values:
+        return "failed" if any(cell.failure is not None for row in rows for cell in row.runs) else "not run"
+    found = np.array(list(values.values()))
+    if np.isnan(found).any():
+        return "–"
+    missing = f" ({len(found)} of {len(comparison.seeds)})" if len(found) < len(comparison.seeds) else ""
+    return mean_and_spread(found, sign) + missing
+
+
+def mean_and_spread(values: NDArray[np.float64], sign: str = "") -> str:
+    return f"{values.mean():{sign}.2f}" + (f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else "")
+
+
+def notes(comparison: Comparison, metrics: Sequence[str]) -> list[str]:
+    """What a reader of the tables must know, a line each."""
+    lines = []
+    if failed := comparison.failed:
+        lines.append(f"{len(failed)} of {len(comparison.runs)} runs failed (--retry-failed tries them again):")
+        lines += [f"failed: {cell}: {cell.failure}" for cell in failed]
+    if not all(row.done for row in comparison.rows):
+        lines.append("not all runs are done: the same command with the same --out goes on.")
+    for name in metrics:
+        if any(math.isnan(value) for row in comparison.rows for value in row.values(name).values()):
+            lines.append(f"{name} is undefined (–) without {METRICS[name]}.")
+    return lines + [line for row in comparison.rows for line in _edges(row, comparison.tuned)]
+
+
+def _edges(row: Row, tuned: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The best value may lie outside of a grid whose lowest or highest value won."""
+    lines = []
+    for key, value in row.setting.items():
+        values = tuned[key]
+        if len(values) > 1 and all(type(v) in (int, float) for v in values) and value in (min(values), max(values)):
+            which = "lowest" if value == min(values) else "highest"
+            lines.append(
+                f"{row.label}: its best {key}, {value}, is the {which} of the grid: a wider --tune may find more."
+            )
+    return lines
+
+
+def write_csv(comparison: Comparison, path: Path) -> None:
+    """Every metric of every run in the table: one line a method, seed and metric; of a failed run, the reason."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["method", "tuned", "seed", "metric", "value"])
+    for row in comparison.rows:
+        for cell in row.runs:
+            start = [row.label, " ".join(f"{key}={value}" for key, value in cell.setting.items()), cell.seed]
+            if cell.failure is not None:
+                writer.writerow([*start, "failed", cell.failure])
+            if cell.summary is not None and cell in row.cells:
+                for name in [*cell.summary["metrics"], *COSTS]:
+                    writer.writerow([*start, name, measure(cell.summary, name)])
+    files.write(path, text.getvalue())
+
+
+def _settings(setting: Mapping[str, Any]) -> list[str]:
+    """Without the section, as the columns are narrow: `lr=0.01`."""
+    return [f"{key.split('.')[-1]}={value}" for key, value in setting.items()]

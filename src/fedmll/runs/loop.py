@@ -1,0 +1,323 @@
+"""run(experiment): rounds, evaluation, the run's folder, checkpoints. What watches a run is an Observer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedmll import files
+from fedmll.data import federation
+from fedmll.data.federation import Federation
+from fedmll.engines.base import Engine, MakeEngine
+from fedmll.engines.local import LocalEngine
+from fedmll.errors import ConfigError, FedmllError, TooFewReplies
+from fedmll.evaluation.pooled import Evaluation
+from fedmll.experiment import Experiment
+from fedmll.message import Message, Tensors
+from fedmll.methods.base import Reply
+from fedmll.runs import checkpoint
+from fedmll.runs.checkpoint import Checkpoint
+from fedmll.runs.folder import (
+    EXPERIMENT,
+    METRICS,
+    SUMMARY,
+    Row,
+    check_data,
+    check_vacant,
+    create,
+    experiment_in,
+    locked,
+    logging_to,
+    read_rows,
+    to_json,
+    write_csv,
+)
+
+SELECTION = "val_macro_auc"  # what "best on validation data" means, for early stopping and for tuning
+BEST = "best/"  # prefix of the best round's tensors in a checkpoint
+
+
+class Observer:
+    """Is told what happens; changes nothing. Override what you want to see."""
+
+    def preparing(self, done: int, total: int, what: str) -> None: ...
+
+    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None: ...
+
+    def client_done(self, round: int, done: int, total: int) -> None: ...
+
+    def round_done(self, row: Row) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def warning(self, text: str) -> None: ...
+
+    def finished(self, result: Result) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    experiment: Experiment
+    folder: Path | None
+    rows: list[Row]  # one a round
+    summary: dict[str, Any]
+    weights: Tensors  # the resulting model, under its own names
+    per_class: dict[str, NDArray[Any]] = field(repr=False, default_factory=dict)
+    per_client: dict[str, NDArray[Any]] = field(repr=False, default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        values: dict[str, float] = self.summary["metrics"]
+        return values
+
+
+def run(
+    experiment: Experiment,
+    out: Path | str | None = None,
+    *,
+    observer: Observer | None = None,
+    prepared: Federation | None = None,
+) -> Result:
+    """Run an experiment from round 1. With `out` it leaves a folder that `resume` can go on with; a start that fails
+    (data that cannot be read, a model that cannot be built) leaves none."""
+    observer = observer or Observer()
+    if out is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return replace(run(experiment, Path(folder) / "run", observer=observer, prepared=prepared), folder=None)
+    out = Path(out)
+    check_vacant(out)
+    data = _divided(experiment, prepared, observer)
+    engine = LocalEngine(data, memory_folder(out))
+    with closing(engine):
+        create(out, data.experiment)
+        return _go(data, engine, out, observer)
+
+
+def resume(
+    out: Path | str, *, observer: Observer | None = None, engine: dict[str, Any] | None = None,
+    rounds: int | None = None, data: dict[str, Any] | None = None, prepared: Federation | None = None,
+    make_engine: MakeEngine = LocalEngine,
+) -> Result:  # fmt: skip
+    """Go on with the run in a folder, from its last good checkpoint, to the same weights as if nothing had happened.
+
+    engine        changes settings of that section, e.g. {"workers": 1}
+    rounds        go on to this round instead, also from the end of a finished run
+    data          where the data lies now: {"root": …} or {"name": …}; it must be the same data
+    make_engine   who trains
+    """
+    out, observer = Path(out), observer or Observer()
+    before = experiment_in(out)
+    moved = {f"data.{key}": value for key, value in (data or {}).items()}
+    longer = {} if rounds is None else {"training.rounds": rounds}
+    experiment = experiment_in(out, {f"engine.{k}": v for k, v in (engine or {}).items()} | moved | longer)
+    checkpoint.check_owner(out / "checkpoint", experiment.fingerprint())
+    divided = _divided(experiment, prepared, observer)
+    with closing(make_engine(divided, memory_folder(out))) as worker:
+        return _go(divided, worker, out, observer, before)
+
+
+def memory_folder(out: Path) -> Path:
+    return out / "checkpoint" / "memory"
+
+
+def _divided(experiment: Experiment, prepared: Federation | None, observer: Observer) -> Federation:
+    return federation.build(experiment, observer.preparing) if prepared is None else prepared.of(experiment)
+
+
+def _change(out: Path, before: Experiment, experiment: Experiment, observer: Observer) -> None:
+    """Other rounds, or another place of the data, for a run that has begun."""
+    if (before.training.rounds, before.data) == (experiment.training.rounds, experiment.data):
+        return
+    rounds, done = experiment.training.rounds, len(read_rows(out / METRICS))
+    if rounds < done:
+        raise ConfigError(f"The run in {out} has done {done} rounds already; --rounds {rounds} is less than that.")
+    for key, (value, then) in before.depends_on_rounds(rounds).items():
+        observer.warning(
+            f"{key} = {value} was set from {before.training.rounds} rounds and stays; a run of {rounds} rounds from "
+            f"the start would have {then}, and another result."
+        )
+    if rounds != before.training.rounds:
+        (out / SUMMARY).unlink(missing_ok=True)  # it is no longer the result; first, so that a kill leaves no wrong one
+    files.write(out / EXPERIMENT, experiment.to_toml())
+
+
+def _go(data: Federation, engine: Engine, out: Path, observer: Observer, before: Experiment | None = None) -> Result:
+    with locked(out), logging_to(out) as log:
+        for path in filter(files.is_leftover, out.rglob("*")):
+            path.unlink()
+        try:
+            check_data(out, data.facts)
+            if before is not None:
+                _change(out, before, data.experiment, observer)
+            result = _Run(data, engine, out, observer, log).go()
+        except (FedmllError, KeyboardInterrupt) as error:
+            log.error("stopped: %s", str(error) or "interrupted")
+            raise
+    observer.finished(result)
+    return result
+
+
+class _Run:
+    def __init__(self, data: Federation, engine: Engine, out: Path, observer: Observer, log: logging.Logger) -> None:
+        self.federation, self.engine, self.out, self.observer, self.log = data, engine, out, observer, log
+        self.experiment, self.notes = data.experiment, (*data.notes, *data.experiment.notes)
+        self.checkpoints = out / "checkpoint"
+        self.rows: list[Row] = []
+        self.best: dict[str, float] = {}
+        self.best_tensors: Tensors = {}
+        self.evaluations: dict[int, Evaluation] = {}  # of the latest and the best round
+
+    def go(self) -> Result:
+        state, first = self._resumed()
+        self.observer.started(self.experiment, self.federation, first)
+        self.log.info("%s from round %d of %d", self.experiment.method.name, first, self.experiment.training.rounds)
+        for text in self.notes:
+            self.log.info(text)
+            self.observer.note(text)
+        for number in range(first, self.experiment.training.rounds + 1):
+            state = self._round(state, number)
+        return self._finish(state)
+
+    def _resumed(self) -> tuple[Tensors, int]:
+        """The state to start from, and the round to start with."""
+        found, warnings = checkpoint.load(self.checkpoints, self.experiment.fingerprint())
+        for text in warnings:
+            self.log.warning(text)
+            self.observer.warning(text)
+        state = self.engine.start()
+        last = 0
+        if found is not None:
+            last, self.best = found.round, found.best
+            self.best_tensors = {k.removeprefix(BEST): t for k, t in found.state.items() if k.startswith(BEST)}
+            state = {k: t for k, t in found.state.items() if not k.startswith(BEST)}
+            self.engine.memory.latest = dict(found.memories)
+        self.engine.memory.keep_only(checkpoint.memories(self.checkpoints))
+        self.rows = [row for row in read_rows(self.out / METRICS) if row["round"] <= last]
+        files.write(self.out / METRICS, "".join(to_json(row) + "\n" for row in self.rows))
+        return state, last + 1
+
+    def _round(self, state: Tensors, number: int) -> Tensors:
+        begin = time.perf_counter()
+        engine, method = self.engine, self.engine.method
+        losses: list[tuple[float, float]] = []
+        total = 1 if method.pooled else len(self.federation.participants(number))
+
+        def watched() -> Iterator[Reply]:
+            self.observer.client_done(number, 0, total)
+            for peer, reply in engine.round(state, number):
+                losses.append((reply.numbers["loss"], reply.numbers["samples"]))
+                yield peer, reply
+                self.observer.client_done(number, len(losses), total)
+
+        for attempt in range(engine.tries):
+            try:
+                method.records = {}
+                losses.clear()
+                merged = method.merge(state, watched(), number)
+                break
+            except TooFewReplies as error:
+                if attempt + 1 == engine.tries:
+                    raise
+                self.log.warning("round %d is tried again: %s", number, error)
+                self.observer.warning(f"Round {number} is tried again: {error}")
+        state = merged
+        method.records |= engine.audit()
+        row: Row = {
+            "round": number,
+            "seconds": 0.0,
+            "bytes_up": engine.bytes_up,
+            "bytes_down": engine.bytes_down,
+            "clients": len(losses),
+            "loss": float(np.average([loss for loss, _ in losses], weights=[n for _, n in losses])),
+        }
+        row |= {name: float(value) for name, value in method.records.items() if not isinstance(value, Tensor)}
+        setting = self.experiment.engine
+        last = number == self.experiment.training.rounds
+        if last or number % setting.evaluate_every == 0:
+            evaluation = engine.evaluate(method.deploy(state))
+            row |= evaluation.values
+            self._remember_best(row, state)
+            kept = int(self.best.get("round", 0))
+            self.evaluations = {number: evaluation} | {r: e for r, e in self.evaluations.items() if r == kept}
+        row["seconds"] = round(time.perf_counter() - begin, 4)
+        self._write_down(row, {k: v for k, v in method.records.items() if isinstance(v, Tensor)})
+        if last or number % setting.checkpoint_every == 0:
+            self._checkpoint(state, number)
+        self.observer.round_done(row)
+        return state
+
+    def _remember_best(self, row: Row, state: Tensors) -> None:
+        if self.experiment.training.keep != "best":
+            return
+        value = row.get(SELECTION, math.nan)
+        if not self.best or value > self.best["value"]:
+            self.best = {"round": row["round"], "value": value if math.isfinite(value) else -1.0}
+            self.best_tensors = {k: t.clone() for k, t in self.engine.method.deploy(state).tensors.items()}
+
+    def _write_down(self, row: Row, records: Tensors) -> None:
+        self.rows.append(row)
+        with (self.out / METRICS).open("a") as file:
+            file.write(to_json(row) + "\n")
+        if records:
+            path = self.out / "records" / f"{row['round']:06d}.safetensors"
+            with files.replacing(path) as temporary:
+                save_file({name: t.contiguous() for name, t in records.items()}, temporary)
+        shown = ("loss", "macro_auc", "map", "macro_f1", "seconds")
+        self.log.info("round %d: %s", row["round"], ", ".join(f"{k} {row[k]:.4g}" for k in shown if k in row))
+
+    def _checkpoint(self, state: Tensors, number: int) -> None:
+        memory = self.engine.memory
+        tensors = state | {BEST + name: t for name, t in self.best_tensors.items()}
+        fingerprint = self.experiment.fingerprint()
+        checkpoint.save(self.checkpoints, Checkpoint(number, tensors, fingerprint, self.best, memory.latest))
+        memory.keep_only(checkpoint.memories(self.checkpoints))
+
+    def _finish(self, state: Tensors) -> Result:
+        engine, data = self.engine, self.federation
+        message = Message(self.best_tensors) if self.best_tensors else engine.method.deploy(state)
+        kept = int(self.best["round"]) if self.best_tensors else self.experiment.training.rounds
+        found = self.evaluations.get(kept) or engine.evaluate(message)  # not twice: between machines it is an exchange
+        report, clients = found.report, found.clients
+        weights = engine.weights.named(message.tensors)
+        with files.replacing(self.out / "model.safetensors") as temporary:
+            save_file({k: t.contiguous() for k, t in weights.items()}, temporary)
+        trained = len(data.pooled_rows) if engine.method.pooled else int(data.sizes.sum())
+        summary = {
+            "method": self.experiment.method.name,
+            "data": self.experiment.data.label,
+            "seed": self.experiment.seed,
+            "round": kept,
+            "rounds": self.experiment.training.rounds,
+            "clients": len(data.names),
+            "classes": list(data.train.classes),
+            "samples": {"train": trained, "validation": len(data.validation), "test": len(data.test)},
+            "notes": list(self.notes),
+            "partition": data.report,
+            "parameters": engine.weights.parameter_end,
+            "seconds": round(sum(row["seconds"] for row in self.rows), 3),
+            "bytes_up": sum(row["bytes_up"] for row in self.rows),
+            "bytes_down": sum(row["bytes_down"] for row in self.rows),
+            "metrics": found.values,
+            "left_out": report.left_out,
+        }
+        files.write(self.out / SUMMARY, to_json(summary, indent=2) + "\n")
+        per_class = {"class": np.array(data.test.classes), **report.per_class}
+        write_csv(self.out / "per_class.csv", per_class)
+        per_client: dict[str, NDArray[Any]] = {}
+        if clients is not None:
+            per_client = {**clients.table, "client": np.array(data.names)[clients.table["client"]]}
+            write_csv(self.out / "per_client.csv", per_client)
+        self.log.info("finished: %s", self.out / SUMMARY)
+        return Result(self.experiment, self.out, self.rows, summary, weights, per_class, per_client)
