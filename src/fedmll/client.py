@@ -1,20 +1,24 @@
-"""What a method sees: the task that everybody knows, and at a client its own samples, batch by batch."""
+"""What a method sees: the task that everybody knows; at a client its own samples, its round's work, and every step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedmll.data.dataset import Dataset
+from fedmll.data.federation import Federation
 from fedmll.data.images.augment import augment
 from fedmll.experiment import Experiment
+from fedmll.message import Message, Tensors
 from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat import FlatWeights
+from fedmll.models.network import Network
 from fedmll.seeding import derive, numpy_generator, torch_generator
 
 EVALUATION_BATCH = 64  # fits the cache: 4–5 times faster on a CPU than batches of 500
@@ -63,6 +67,14 @@ class Task:
         return self.normalise(self.unit(raw)) if raw.dtype == torch.uint8 else raw
 
 
+def task_of(data: Federation, device: torch.device | None = None) -> Task:
+    """The task of a federation whose data is here."""
+    train = data.train
+    return Task(
+        data.experiment, train.classes, train.sample_shape, len(data.names), device or torch.device("cpu"), data.server
+    )
+
+
 @dataclass(frozen=True)
 class Peer:
     """A client as the server knows it."""
@@ -70,6 +82,9 @@ class Peer:
     index: int
     name: str
     owned: Tensor  # bool (C,): the classes that it may show and annotates
+
+
+Reply = tuple[Peer, Message]  # a client and what it sent
 
 
 @dataclass
@@ -91,16 +106,6 @@ class Batch:
             return self.task.inputs(self.raw)
         return self.task.normalise(augment(self.task.unit(self.raw), recipe, self.generator))
 
-    @cached_property
-    def present(self) -> Tensor:
-        """1.0 where a label is present; unknown counts as 0."""
-        return (self.targets == 1).float()
-
-    @cached_property
-    def known(self) -> Tensor:
-        """1.0 where the target is known."""
-        return (self.targets >= 0).float()
-
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -116,7 +121,7 @@ class Client:
     data: Dataset
     annotated: Tensor  # bool (C,): the classes that this client annotates
     owned: Tensor  # bool (C,): of these, the ones that it may show (all, unless the partition restricts them)
-    model: nn.Module
+    model: Network
     weights: FlatWeights
 
     @cached_property
@@ -154,3 +159,120 @@ class Client:
         places = torch.from_numpy(rows)
         raw = self.task.tensor(self.data.samples(rows))
         return Batch(self.task, places, raw, self.targets[places], recipe, generator)
+
+
+@dataclass(frozen=True)
+class Look:
+    """All the client's samples as its model sees them, without augmentation, in evaluation mode."""
+
+    probabilities: Tensor  # (N, C)
+    features: Tensor | None = None  # (N, width) or (N, C, width)
+
+
+@dataclass
+class Work:
+    """A client's round, as the parts of its method share it. Each part has its own keys of the message and of the
+    client's memory, and what it computed once for the round."""
+
+    client: Client
+    message: Message
+    memories: dict[str, Tensors] = field(default_factory=dict)  # by part, kept between the client's rounds
+    fixed: dict[str, Any] = field(default_factory=dict)  # by part: what its `prepare` gave
+    claimed: bool = False  # a part teaches the unknown targets itself: nobody else takes them for absent
+    _looks: dict[bool, Look] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.targets = self.client.targets  # (N, C): what is taught in this round, 1, 0 or -1
+
+    @property
+    def round(self) -> int:
+        return self.client.round
+
+    @property
+    def rounds(self) -> int:
+        return self.client.task.rounds
+
+    def received(self, part: str) -> Tensors:
+        """What the server's side of a part sent."""
+        return under(part, self.message.tensors)
+
+    def memory(self, part: str) -> Tensors:
+        """The part's own; change it in place."""
+        return self.memories.setdefault(part, {})
+
+    def look(self, *, features: bool = False) -> Look:
+        """By the model as it is now: as received before training, as trained after it; one pass, whoever asks. Vectors
+        of features are few numbers; a feature a class is kept only if it is asked for."""
+        found = self._looks.get(True) or self._looks.get(features)
+        if found is None:
+            model = self.client.model.eval()
+            with torch.no_grad():
+                seen = [
+                    model.features(batch.images) if features else model(batch.images) for batch in self.client.scan()
+                ]
+                joined = torch.cat(seen)
+                logits = model.logits(joined) if features else joined
+            found = self._looks[features] = Look(torch.sigmoid(logits), joined if features else None)
+        return found
+
+    def trained(self) -> None:
+        """The model has changed."""
+        self._looks.clear()
+
+
+@dataclass
+class Step:
+    """One batch. Parts first change what the network sees and what is taught; then features and logits are computed,
+    once, and every part gives its term of the loss."""
+
+    work: Work
+    batch: Batch
+    states: Tensor | None = None  # what the network is told of the labels (batch, C): 1, 0, -1 unknown
+
+    def __post_init__(self) -> None:
+        self.rows = self.batch.rows
+        self.targets = self.work.targets[self.rows]
+
+    def show(self, views: list[Tensor]) -> None:
+        """The network sees these views of the batch, one after the other."""
+        self.images = torch.cat(views)
+        self.rows, self.targets = self.rows.repeat(len(views)), self.targets.repeat(len(views), 1)
+
+    @cached_property
+    def images(self) -> Tensor:
+        return self.batch.images
+
+    @cached_property
+    def features(self) -> Tensor:
+        return self.work.client.model.features(self.images, self.states)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return self.work.client.model.logits(self.features)
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        return torch.sigmoid(self.logits)
+
+    @property
+    def prototypes(self) -> Tensor:
+        """Of a head that gives them (classes, width)."""
+        prototypes = self.work.client.model.prototypes
+        assert isinstance(prototypes, Tensor)
+        return prototypes
+
+    @property
+    def present(self) -> Tensor:
+        """1.0 where a label is taught as present; unknown counts as 0."""
+        return (self.targets == 1).float()
+
+    @property
+    def known(self) -> Tensor:
+        """1.0 where a target is taught."""
+        return (self.targets >= 0).float()
+
+
+def under(name: str, tensors: Tensors) -> Tensors:
+    """The tensors of one part: those called `name/…`."""
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}

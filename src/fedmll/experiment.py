@@ -195,8 +195,8 @@ class Experiment(Section):
         options = _validated(method.options_class(self.method.options), self.method.options, "method")
         found = method.resolve(options, self)
         self._notes = tuple(f"method.{name} = {value} ({why})" for name, (value, why) in found.items() if why)
-        options = options.model_copy(update={name: value for name, (value, _) in found.items()})
-        self.__dict__["method"] = MethodSection(name=self.method.name, **options.model_dump())
+        decided = merged(options.model_dump(), {name: value for name, (value, _) in found.items()})
+        self.__dict__["method"] = MethodSection(name=self.method.name, **decided)
         features = self.data.source == "features"
         if self.model.backbone == AUTO:
             self.model.backbone = "mlp" if features else "convnet"
@@ -278,7 +278,7 @@ class Experiment(Section):
         return {
             f"method.{name}": (value, then[name][0])
             for name, (value, _) in now.items()
-            if self.method.options.get(name) == value != then[name][0]
+            if _flat(self.method.options).get(name) == value != then[name][0]
         }
 
     def to_toml(self) -> str:

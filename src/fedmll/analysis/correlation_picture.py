@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from fedmll.data import federation
 from fedmll.data.federation import Federation
-from fedmll.engines.local import LocalEngine
-from fedmll.errors import ConfigError
-from fedmll.evaluation import pooled
-from fedmll.experiment import Experiment
 from fedmll.files import replacing
 from fedmll.methods.parts.correlation import StreamedCorrelation, default_clusters, label_correlation, spectral_blocks
+from fedmll.runs.saved import load_run
 
 Matrix = NDArray[np.float64]
 
@@ -49,16 +46,10 @@ class RunCorrelations:
 
 def of_run(folder: Path, prepared: Federation | None = None) -> RunCorrelations:
     """Of a finished run; also written into its folder. `prepared`: its data, if it is loaded already."""
-    if not (folder / "model.safetensors").is_file():
-        raise ConfigError(f"{folder} holds no finished run: there is no model.safetensors in it.")
-    experiment = Experiment.load(folder / "experiment.toml", {"engine.workers": 0})
-    data = replace(prepared or federation.build(experiment), experiment=experiment)
-    engine = LocalEngine(data, folder / "checkpoint" / "memory")
-    try:
-        engine.model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-        scores = pooled.predict(engine.method, engine.model, data.test, 0, len(data.test))
-    finally:
-        engine.close()
+    saved = load_run(folder)
+    experiment = saved.experiment
+    data = prepared or federation.build(experiment)
+    scores = torch.from_numpy(saved.predict(data.test))
     learned = StreamedCorrelation(scores.shape[1])
     learned.add(scores)
     true = label_correlation(data.test.labels)

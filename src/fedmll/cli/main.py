@@ -147,11 +147,11 @@ compare.register(app)
 @app.command("methods")
 def list_methods(name: Annotated[str | None, typer.Argument(help="One method, in full.")] = None) -> None:
     """The methods; with a name: its paper, its options and the paper's training settings."""
-    from fedmll import methods
+    from fedmll import methods, registry
     from fedmll.cli import display
 
     if name is None:
-        rows = [(known, cls.summary) for known, cls in methods.registry().items()]
+        rows = [(known, cls.summary) for known, cls in registry.all_of("method").items()]
         table = display.plain_table("methods", ("name", "what it does"), rows)
         table.columns[1].justify = "left"
         display.console.print(table)

@@ -100,14 +100,14 @@ def experiment_from(
 
 def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
     """The values with what a paper says where they say nothing; what it says and cannot be set here is named."""
-    from fedmll import methods
+    from fedmll import methods, registry
     from fedmll.cli import display
     from fedmll.experiment import merged
 
     name = str(values.get("method", {}).get("name", "fedavg")) if whose == OWN else whose
     method = methods.find(name)
     if not method.published:
-        known = ", ".join(known for known, cls in methods.registry().items() if cls.published)
+        known = ", ".join(known for known, cls in registry.all_of("method").items() if cls.published)
         raise ConfigError(f"'{name}' has no published settings of its own; say whose: --as-published {known}.")
 
     def said(key: str) -> bool:

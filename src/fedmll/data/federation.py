@@ -8,11 +8,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from fedmll.client import Client, Peer, Task
 from fedmll.data import annotate, participation, sources
 from fedmll.data.dataset import UNKNOWN, Dataset, Splits
 from fedmll.data.digest import Facts, facts_of
@@ -21,8 +18,6 @@ from fedmll.data.partition import Partition, partition
 from fedmll.data.targets import whole_groups
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
-from fedmll.methods.base import Method
-from fedmll.models.flat import FlatWeights
 from fedmll.seeding import numpy_generator
 
 HOLDOUT = 0.1  # the share that clients hold out where the source has no validation data
@@ -74,30 +69,6 @@ class Federation:
     @property
     def sizes(self) -> NDArray[np.int64]:
         return np.array([len(rows) for rows in self.samples])
-
-    def task(self, device: torch.device | None = None) -> Task:
-        return Task(
-            self.experiment,
-            self.train.classes,
-            self.train.sample_shape,
-            len(self.names),
-            device or torch.device("cpu"),
-            self.server,
-        )
-
-    def peers(self, method: Method) -> list[Peer]:
-        """The clients as the server knows them."""
-        if method.pooled:
-            return [Peer(0, "pooled", torch.ones(len(self.train.classes), dtype=torch.bool))]
-        owned = torch.from_numpy(self.allowed & self.annotated)
-        return [Peer(index, name, owned[index]) for index, name in enumerate(self.names)]
-
-    def client(self, peer: Peer, round: int, method: Method, model: nn.Module, weights: FlatWeights) -> Client:
-        """A client as its method sees it in one round. A pooled method has one client with everything."""
-        if method.pooled:
-            return Client(method.task, peer.name, round, self.pooled, peer.owned, peer.owned, model, weights)
-        data, annotated = self.train.subset(self.samples[peer.index]), torch.tensor(self.annotated[peer.index])
-        return Client(method.task, peer.name, round, data, annotated, peer.owned, model, weights)
 
     def participants(self, round: int) -> NDArray[np.int64]:
         setting = self.experiment.participation

@@ -127,9 +127,8 @@ def drive(
 
     mine = own_data(experiment, observer)
     classes, shape = mine.test.classes, mine.test.sample_shape
-    private = experiment.method.options.get("labels") == "private"
-    setup = Setup(server.run, told(experiment), None if private else classes, shape, len(server.clients))
-    model = make(Task(experiment, classes, shape, len(server.clients), torch.device("cpu"))).model()
+    method = make(Task(experiment, classes, shape, len(server.clients), torch.device("cpu")))
+    setup = Setup(server.run, told(experiment), None if method.private else classes, shape, len(server.clients))
     roster = Roster(
         grid,
         server.clients,
@@ -138,7 +137,7 @@ def drive(
         out / "sites.json",
         observer.warning,
         classes,
-        {} if private else frozen_sketch(model),
+        {} if method.private else frozen_sketch(method.model()),
     )
     _wait_for_all(roster, server, alive)
     engines: list[FlowerEngine] = []
@@ -168,11 +167,11 @@ def settled(experiment: Experiment, shape: tuple[int, ...]) -> Experiment:
 
 def told(experiment: Experiment) -> dict[str, Any]:
     """What the sites are told of an experiment: not where the server's data lies, and none of its own settings."""
-    own = find(experiment.method.name).server_only
     values: dict[str, Any] = json.loads(
         experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True, "engine": True})
     )
-    values["method"] = {name: value for name, value in values["method"].items() if name not in own}
+    name = values["method"].pop("name")
+    values["method"] = {"name": name} | find(name).told(values["method"])
     values["partition"].pop("server")
     return values | {"data": {"name": NO_DATA}}
 

@@ -16,15 +16,14 @@ from fedmll.client import Client, Task
 from fedmll.data.digest import digest_of
 from fedmll.deploy import site
 from fedmll.deploy.site import Site
+from fedmll.engines.learner import Learner
 from fedmll.engines.local import choose_device
 from fedmll.engines.memory import MemoryStore
 from fedmll.errors import ClientError, ConfigError
 from fedmll.evaluation import metrics
-from fedmll.evaluation.pooled import predict
 from fedmll.experiment import Experiment
 from fedmll.message import Message
-from fedmll.methods import make
-from fedmll.models.flat import FlatWeights, frozen_sketch
+from fedmll.models.flat import frozen_sketch
 
 ME = 0  # a site's memory store has one client
 
@@ -61,10 +60,7 @@ class SiteWorker:
         torch.set_num_threads(1)  # as the local engine's workers: sums over several threads have other last bits
         share = float(experiment.partition.holdout)
         self.data = site.load(where, setup.classes, setup.shape, experiment.seed, share)
-        task = Task(experiment, self.data.train.classes, setup.shape, setup.clients, device)
-        self.method = make(task)
-        self.model = self.method.model().to(device)
-        self.weights = FlatWeights(self.model)
+        self.learner = Learner(Task(experiment, self.data.train.classes, setup.shape, setup.clients, device))
         self.folder = where.memory / setup.run
         self.memory = MemoryStore(self.folder)
 
@@ -74,17 +70,19 @@ class SiteWorker:
             "name": self.site.name,
             "samples": len(self.data.train),
             "held_out": len(self.data.held_out),
-            "classes": np.array(self.method.task.classes)[self.data.annotated].tolist(),
+            "classes": np.array(self.learner.task.classes)[self.data.annotated].tolist(),
             "digest": digest_of({"training": self.data.train, "held-out": self.data.held_out}),
-            "frozen": frozen_sketch(self.model),
+            "frozen": frozen_sketch(self.learner.model),
         }
 
     def train(self, message: Message, round: int, base: int | None, keep: Sequence[int] | None) -> tuple[Message, bool]:
         """One round, from the memory after round `base`; the reply, and whether there is a memory now. Memories that no
         checkpoint of the server needs (`keep`; None: it does not know) are deleted."""
         owned = torch.from_numpy(self.data.annotated)
-        task = self.method.task
-        client = Client(task, self.site.name, round, self.data.train, owned, owned, self.model, self.weights)
+        learner = self.learner
+        client = Client(
+            learner.method.task, self.site.name, round, self.data.train, owned, owned, learner.model, learner.weights
+        )
         old = None if base is None else self.memory.path(ME, base)
         if old is not None and not old.exists():
             raise ClientError(
@@ -94,15 +92,15 @@ class SiteWorker:
         if keep is not None:
             self.memory.keep_only({(ME, kept) for kept in (*keep, *(() if base is None else (base,)))})
         memory = self.memory.read(old)
-        reply = self.method.train(client, message, memory)
+        reply = learner.train(client, message, memory)
         self.memory.write(self.memory.path(ME, round), memory)
         return reply, bool(memory)
 
     def evaluate(self, message: Message) -> dict[str, float]:
         """Every metric of the global model on the site's own held-out data."""
-        self.method.receive(self.weights, message)
+        self.learner.receive(message)
         data = self.data.held_out
-        scores = predict(self.method, self.model, data, 0, len(data)).numpy()
+        scores = self.learner.predict(data, 0, len(data)).numpy()
         return metrics.evaluate(scores, data.labels, data.classes).values
 
     def forget(self) -> None:

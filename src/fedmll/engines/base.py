@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fedmll.client import Reply
 from fedmll.data.federation import Federation
+from fedmll.engines.learner import Learner
 from fedmll.evaluation.pooled import Evaluation
 from fedmll.message import Message, Tensors
-from fedmll.methods.base import Method, Reply
-from fedmll.models.flat import FlatWeights
 
 
 class Memories(Protocol):
@@ -24,8 +24,7 @@ class Memories(Protocol):
 
 
 class Engine(Protocol):
-    method: Method
-    weights: FlatWeights  # of the global model
+    learner: Learner  # of the global model
     bytes_up: int  # of the last round
     bytes_down: int
 
@@ -38,7 +37,8 @@ class Engine(Protocol):
 
     def start(self) -> Tensors: ...
 
-    def round(self, state: Tensors, number: int) -> Iterator[Reply]: ...
+    def round(self, state: Tensors, number: int) -> Iterator[Reply]:
+        """The good replies of the round's clients; of all clients in an opening or closing exchange."""
 
     def evaluate(self, message: Message) -> Evaluation: ...
 

@@ -13,17 +13,15 @@ import torch._dynamo  # the first optimiser step imports it, two seconds; here o
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedmll.client import EVALUATION_BATCH
+from fedmll.client import EVALUATION_BATCH, Reply, task_of
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
+from fedmll.engines.learner import Learner
 from fedmll.engines.memory import MemoryStore
 from fedmll.engines.pool import Job, Pool
 from fedmll.errors import ConfigError, ReplyRefused
-from fedmll.evaluation.pooled import Evaluation, evaluate_pooled, predict
+from fedmll.evaluation.pooled import Evaluation, evaluate_pooled
 from fedmll.message import Message, Tensors
-from fedmll.methods import make
-from fedmll.methods.base import Reply
-from fedmll.models.flat import FlatWeights
 
 CHUNK = 4 * EVALUATION_BATCH  # samples of one prediction job
 
@@ -35,14 +33,12 @@ class LocalEngine:
         setting = federation.experiment.engine
         self.federation = federation
         self.device = choose_device(setting.device)
-        self.task = federation.task(self.device)
-        self.method = make(self.task)
-        self.model = self.method.model().to(self.device)
-        self.weights = FlatWeights(self.model)
+        self.learner = Learner(task_of(federation, self.device))
+        self.method = self.learner.method
         self.memory = MemoryStore(memory_folder)
         self.datasets = federation.evaluated
         self.bytes_down = self.bytes_up = 0
-        self.peers = federation.peers(self.method)
+        self.peers = self.learner.peers(federation)
         self.method.begin(self.peers)
         workers = setting.workers
         if workers == "auto":
@@ -53,13 +49,11 @@ class LocalEngine:
         self.pool = Pool(self._work, workers) if workers else None
 
     def start(self) -> Tensors:
-        return self.method.start(self.weights)
+        return self.method.start()
 
     def round(self, state: Tensors, number: int) -> Iterator[Reply]:
         """Train the round's clients; their replies as a stream, the largest client first."""
-        sizes = self.federation.sizes
-        chosen = [0] if self.method.pooled else self.federation.participants(number).tolist()
-        order = sorted(chosen, key=lambda client: (-sizes[client], client))
+        order = self.learner.participants(self.federation, number)
         self.bytes_down = self.bytes_up = 0
 
         def jobs() -> Iterator[Job]:
@@ -90,7 +84,7 @@ class LocalEngine:
         parts: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names}
         for job, reply in self._run(jobs, message.tensors):
             parts[job.arguments[0]].append(reply["scores"].numpy())
-        empty = np.zeros((0, len(self.task.classes)), np.float32)
+        empty = np.zeros((0, len(self.learner.task.classes)), np.float32)
         return [np.concatenate(parts[name]) if parts[name] else empty for name in names]
 
     def evaluate(self, message: Message) -> Evaluation:
@@ -127,16 +121,16 @@ class LocalEngine:
         return self._train(message, *arguments) if kind == "train" else self._predict(message, *arguments)
 
     def _train(self, message: Message, index: int, number: int, old: Path | None, new: Path) -> Message:
-        client = self.federation.client(self.peers[index], number, self.method, self.model, self.weights)
+        client = self.learner.client(self.federation, self.peers[index], number)
         memory = self.memory.read(old)
-        reply = self.method.train(client, message, memory)
+        reply = self.learner.train(client, message, memory)
         self.memory.write(new, memory)
         return reply
 
     def _predict(self, message: Message, name: str, start: int) -> Message:
-        self.method.receive(self.weights, message)
+        self.learner.receive(message)
         data: Dataset = self.datasets[name]
-        return Message({"scores": predict(self.method, self.model, data, start, min(start + CHUNK, len(data)))})
+        return Message({"scores": self.learner.predict(data, start, min(start + CHUNK, len(data)))})
 
 
 def choose_device(name: str) -> torch.device:

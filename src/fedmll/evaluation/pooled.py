@@ -1,4 +1,4 @@
-"""The global model on data: predictions, and every metric of them."""
+"""The global model on data: every metric of its predictions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from fedmll.client import EVALUATION_BATCH
-from fedmll.data.dataset import Dataset
 from fedmll.evaluation import metrics
-from fedmll.methods.base import Method
 
 if TYPE_CHECKING:
     from fedmll.data.federation import Federation
@@ -44,17 +39,6 @@ class Evaluation:
     values: dict[str, float]
     report: metrics.Report  # of the test data
     clients: metrics.ClientReport | None = None  # of the clients' own held-out data
-
-
-def predict(method: Method, model: nn.Module, data: Dataset, start: int, stop: int) -> Tensor:
-    """Probabilities of the samples from `start` to `stop`."""
-    model.eval()
-    task, scores = method.task, []
-    with torch.inference_mode():
-        for first in range(start, stop, EVALUATION_BATCH):
-            raw = task.tensor(data.samples(slice(first, min(first + EVALUATION_BATCH, stop))))
-            scores.append(method.predict(model, task.inputs(raw)).cpu())
-    return torch.cat(scores)
 
 
 def evaluate_pooled(data: Federation, scores: Mapping[str, NDArray[np.float32]]) -> Evaluation:

@@ -12,17 +12,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pydantic import create_model
+from pydantic import BaseModel, create_model
 
 from fedmll import methods
 from fedmll.errors import ConfigError
-from fedmll.methods.base import Method
+from fedmll.methods.contract import Found, PartOptions, option
+from fedmll.methods.method import Method
 
 if TYPE_CHECKING:
     from fedmll.client import Task
     from fedmll.experiment import Experiment
 
 DEFAULT = "fedavg-pl"
+OF = option(DEFAULT, "the method that it bounds; the options of that method may follow")
 
 
 class Centralized(Method):
@@ -31,20 +33,20 @@ class Centralized(Method):
     keep = "best"
     pooled = True
 
-    class Options(Method.Options):
-        of: str = DEFAULT  # the method that it bounds; the options of that method may follow
+    class Options(PartOptions):
+        of: str = OF
 
     @classmethod
-    def options_class(cls, values: Mapping[str, Any]) -> type[Method.Options]:
-        name = str(values.get("of", DEFAULT))
-        return create_model("Options", __base__=_bounded(name).Options, of=(str, name))
+    def options_class(cls, values: Mapping[str, Any]) -> type[BaseModel]:
+        bounded = _bounded(str(values.get("of", DEFAULT)))
+        return create_model("Options", __base__=bounded.options_class(_without_of(values)), of=(str, OF))
 
     @classmethod
     def named(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         return _bounded(str(options.get("of", DEFAULT))).named(options)
 
     @classmethod
-    def resolve(cls, options: Any, experiment: Experiment) -> dict[str, tuple[Any, str]]:
+    def resolve(cls, options: Any, experiment: Experiment) -> Found:
         return _bounded(options.of).resolve(options, experiment)
 
     @classmethod
@@ -66,8 +68,12 @@ def _bounded(name: str) -> type[Method]:
     return method
 
 
+def _without_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "of"}
+
+
 def _inner(experiment: Experiment) -> Experiment:
     """The same experiment with the bounded method."""
-    options = dict(experiment.method.options)
-    section = type(experiment.method)(name=options.pop("of"), **options)
+    options = experiment.method.options
+    section = type(experiment.method)(name=options["of"], **_without_of(options))
     return experiment.model_copy(update={"method": section})

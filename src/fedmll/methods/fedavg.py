@@ -1,10 +1,10 @@
 """FedAvg — McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017.
 
 Each client minimises the mean binary cross-entropy over all classes, an unknown target counting as absent; the server
-averages: w ← Σ_k (N_k/ΣN) w_k (`weights = "equal"`: 1/K each). All of it is the contract's default.
+averages: w ← Σ_k (N_k/ΣN) w_k (`weights = "equal"`: 1/K each). All of it is the default of a method.
 """
 
-from fedmll.methods.base import Method
+from fedmll.methods.method import Method
 
 
 class FedAvg(Method):

@@ -8,76 +8,60 @@ annotated is unknown to the model and in no loss. Prediction: all states unknown
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedmll.message import Message, Tensors
-from fedmll.methods.base import Local, Method
-from fedmll.models.backbones import Backbone
-from fedmll.models.ctran import CTran, LabelEmbeddings
+from fedmll.client import Step, Work
+from fedmll.methods.contract import PartOptions, option
+from fedmll.methods.heads import CTranHead
+from fedmll.methods.method import Method
+from fedmll.methods.parts.basic import Supervision
 
-if TYPE_CHECKING:
-    from fedmll.client import Batch, Client
+
+class Drawn(NamedTuple):
+    generator: torch.Generator  # which labels are shown
+    weights: Tensor | None  # of positives
+
+
+class LabelMask(Supervision):
+    """Label mask training: the loss of the labels whose states the network is not told, summed."""
+
+    name = "label-mask"
+    needs = frozenset({"states"})
+
+    class Options(PartOptions):
+        known: float = option(0.75, "largest share of the labels whose states a sample shows (Eq. 2)", ge=0, le=1)
+
+    def prepare(self, work: Work) -> Any:
+        return Drawn(work.client.generator("label-mask"), super().prepare(work))
+
+    def shape(self, step: Step, mine: Drawn) -> None:
+        """What the model is told: 1 positive, 0 negative, -1 unknown."""
+        samples, classes = step.targets.shape
+        told = random_known(samples, classes, self.options.known, mine.generator)
+        step.states = step.targets.masked_fill(~told.to(step.targets.device), -1)
+
+    def term(self, step: Step, mine: Drawn) -> Tensor:
+        """Eq. 5."""
+        assert step.states is not None
+        return (self.entries(step, step.logits, mine.weights) * ((step.states < 0) & (step.targets >= 0))).sum()
 
 
 class FedCTran(Method):
     name = "fedctran"
     summary = "C-Tran: image and label tokens in a transformer, label mask training; average by size"
+    head = CTranHead
+    parts = (LabelMask,)
     published: ClassVar[dict[str, Any]] = {
-        "model.backbone": "resnet18",
-        "training.rounds": 50,
-        "training.local_epochs": 5,
-        "training.batch_size": 16,
-        "training.optimizer": "adam",
-        "training.lr": 1e-4,
-        "training.weight_decay": 0.0,
-        "training.clip": 10.0,
-        "partition.clients": 50,
-        "participation.count": 50,
-        "participation.sampling": "size",
-    }
+        "model.backbone": "resnet18", "training.rounds": 50, "training.local_epochs": 5, "training.batch_size": 16,
+        "training.optimizer": "adam", "training.lr": 1e-4, "training.weight_decay": 0.0, "training.clip": 10.0,
+        "partition.clients": 50, "participation.count": 50, "participation.sampling": "size",
+    }  # fmt: skip
     unpublished: ClassVar[dict[str, str]] = {
         "model.weights": "ImageNet weights of ResNet-18 in torchvision's format",
     }
-
-    class Options(Method.Options):
-        known: Annotated[float, Field(ge=0, le=1)] = 0.75  # largest share of labels that a training sample shows
-        layers: Annotated[int, Field(ge=1)] = 3
-        heads: Annotated[int, Field(ge=1)] = 4
-        dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-
-    options: Options
-
-    def network(self, backbone: Backbone) -> nn.Module:
-        option = self.options
-        embeddings = self.embeddings(backbone.width)
-        return CTran(backbone, len(self.task.classes), embeddings, option.layers, option.heads, option.dropout)
-
-    def embeddings(self, width: int) -> LabelEmbeddings | None:
-        """Fixed embeddings of labels and states, or None: they are learned."""
-        return None
-
-    def prepare(self, client: Client, message: Message, memory: Tensors) -> Local:
-        return super().prepare(client, message, memory) | {"mask": client.generator("label-mask")}
-
-    def loss(self, model: nn.Module, batch: Batch, local: Local) -> Tensor:
-        states = self.states(batch, local)
-        losses = self.entries(model(batch.images, states), batch, local)
-        return (losses * ((states < 0) & (batch.targets >= 0))).sum()
-
-    def states(self, batch: Batch, local: Local) -> Tensor:
-        """What the model is told (batch, C): 1 positive, 0 negative, -1 unknown. Here by label mask training."""
-        samples, classes = batch.targets.shape
-        told = random_known(samples, classes, self.options.known, local["mask"])
-        return batch.targets.masked_fill(~told.to(batch.targets.device), -1)
-
-    def predict(self, model: nn.Module, images: Tensor, known: Tensor | None = None) -> Tensor:
-        """Without `known` all states are unknown; a known label is its own probability."""
-        scores = torch.sigmoid(model(images, known))
-        return scores if known is None else torch.where(known < 0, scores, known.to(scores.dtype))
 
 
 def random_known(samples: int, classes: int, share: float, generator: torch.Generator) -> Tensor:

@@ -14,84 +14,50 @@ Released code: compat = "first-sample" does CA-MLE only for the first sample of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import torch
-from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedmll.errors import ConfigError
-from fedmll.message import Message, Tensors
-from fedmll.methods.base import Local
-from fedmll.methods.fedctran import FedCTran
-from fedmll.models.ctran import LabelEmbeddings
-
-if TYPE_CHECKING:
-    from fedmll.client import Batch, Client
-    from fedmll.experiment import Experiment
+from fedmll.client import Step, Work
+from fedmll.methods.contract import Part, PartOptions, option
+from fedmll.methods.fedctran import FedCTran, LabelMask
+from fedmll.methods.heads import TextQuery
+from fedmll.methods.method import Method, switch
 
 
-class FedLGT(FedCTran):
+class ClientAwareMask(Part):
+    """CA-MLE (Eq. 4): the state of a label about which the global model is uncertain is not told."""
+
+    name = "client-aware-mask"
+    needs = frozenset({"states"})
+    requires = (LabelMask,)
+
+    class Options(PartOptions):
+        tau: float = option(0.5, "τ: the middle of what counts as uncertain (Eq. 4)", gt=0, lt=1)
+        eps: float = option(0.02, "ε: how far from τ is still uncertain (Eq. 4)", ge=0, le=1)
+        compat: Literal["none", "first-sample"] = option("none", "first-sample: as the released code does")
+
+    def prepare(self, work: Work) -> Tensor:
+        """(N, C), by the round-start global model with all states unknown."""
+        return uncertain(work.look().probabilities, self.options.tau, self.options.eps)
+
+    def shape(self, step: Step, uncertain: Tensor) -> None:
+        assert step.states is not None
+        hidden = uncertain[step.rows]
+        if self.options.compat == "first-sample":
+            hidden[1:] = False
+        step.states = step.states.masked_fill(hidden, -1)
+
+
+class FedLGT(Method):
     name = "fedlgt"
     summary = "FedC-Tran with frozen text embeddings of the labels; learns most where the global model is uncertain"
-
+    head = TextQuery
+    parts = (LabelMask, switch("ca_mle", ClientAwareMask, "client-aware masked label embedding (Eq. 4)"))
+    published: ClassVar[dict[str, Any]] = FedCTran.published
     unpublished: ClassVar[dict[str, str]] = FedCTran.unpublished | {
         "method.encoder": "CLIP's text encoder: a folder with its files, or hub:openai/clip-vit-base-patch32",
     }
-
-    class Options(FedCTran.Options):
-        ule: bool = True
-        ca_mle: bool = True
-        tau: Annotated[float, Field(gt=0, lt=1)] = 0.5
-        eps: Annotated[float, Field(ge=0, le=1)] = 0.02
-        encoder: str = "wordllama"
-        prompt: str = "The photo contains {class}."
-        fine_names: str | None = None
-        fine: Literal["concat", "average"] = "concat"
-        compat: Literal["none", "first-sample"] = "none"
-
-    options: Options
-
-    @classmethod
-    def check(cls, experiment: Experiment) -> None:
-        option = cls.Options(**experiment.method.options)
-        if "{class}" not in option.prompt:
-            raise ConfigError(
-                f"method.prompt = '{option.prompt}' does not say where the class's name goes: write {{class}} there."
-            )
-
-    def embeddings(self, width: int) -> LabelEmbeddings | None:
-        from fedmll.models import text
-
-        option = self.options
-        if not option.ule or option.encoder == text.LEARNED:
-            return None
-        fine = {} if option.fine_names is None else text.read_fine_names(option.fine_names)
-        return text.label_embeddings(
-            option.encoder, self.task.classes, option.prompt, width, self.task.seed, fine, option.fine == "average"
-        )
-
-    def prepare(self, client: Client, message: Message, memory: Tensors) -> Local:
-        local = super().prepare(client, message, memory)
-        if self.options.ca_mle:
-            local["uncertain"] = uncertain(self.teacher(client), self.options.tau, self.options.eps)
-        return local
-
-    def teacher(self, client: Client) -> Tensor:
-        """The global model's probabilities (N, C), all states unknown: one pass a round."""
-        model: nn.Module = client.model.eval()
-        with torch.no_grad():
-            return torch.cat([self.predict(model, batch.images) for batch in client.scan()])
-
-    def states(self, batch: Batch, local: Local) -> Tensor:
-        """Eq. 4."""
-        states = super().states(batch, local)
-        if not self.options.ca_mle:
-            return states
-        hidden = local["uncertain"][batch.rows]
-        if self.options.compat == "first-sample":
-            hidden[1:] = False
-        return states.masked_fill(hidden, -1)
 
 
 def uncertain(p: Tensor, tau: float, eps: float) -> Tensor:

@@ -19,98 +19,85 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.methods.base import AUTO, Local, Method
-from fedmll.methods.losses import masked_mean
-from fedmll.models.backbones import Backbone
-from fedmll.models.heads import Ladm, PrototypeClassifier, simplex_etf
+from fedmll.client import Step
+from fedmll.methods.contract import AUTO, Found, Part, PartOptions, option
+from fedmll.methods.heads import EtfLadm
+from fedmll.methods.method import Method, switch
+from fedmll.methods.parts.basic import Known
 
 if TYPE_CHECKING:
-    from fedmll.client import Batch
     from fedmll.experiment import Experiment
+
+
+class Rejection(Part):
+    """λ1 L_neg: a class-wise feature of an absent class is near no prototype."""
+
+    name = "rejection"
+    needs = frozenset({"prototypes"})
+
+    class Options(PartOptions):
+        lambda_neg: Annotated[float, Field(ge=0)] | Literal["auto"] = option("auto", "λ1 (Eq. 14)")
+        tau: float = option(0.3, "τ: similarities above it are rejected (Eq. 12)", gt=0, lt=1)
+        rejection: Literal["log", "hinge-topk"] = option("log", "Eq. 12, or the released code's")
+
+    @classmethod
+    def resolve(cls, options: Any, experiment: Experiment) -> Found:
+        if options.lambda_neg != AUTO:
+            return {}
+        return {"lambda_neg": (1.0 if experiment.data.source == "cifar10" else 0.01, "1 for CIFAR-10, 0.01 elsewhere")}
+
+    def term(self, step: Step, mine: None) -> Tensor | None:
+        option, prototypes = self.options, step.prototypes
+        if option.lambda_neg == 0:
+            return None
+        similarity = step.features @ prototypes.T
+        if similarity.dim() == 2:  # one feature for all classes
+            similarity = similarity[:, None].expand(-1, len(prototypes), -1)
+        if option.rejection == "log":
+            return option.lambda_neg * log_rejection(similarity, step.targets == 0, option.tau)
+        return option.lambda_neg * hinge_rejection(similarity, step.targets, option.tau)
+
+
+class Contrast(Part):
+    """λ2 L_pos: a class-wise feature of a present class is nearest to its own prototype."""
+
+    name = "contrast"
+    needs = frozenset({"prototypes"})
+
+    class Options(PartOptions):
+        lambda_pos: float = option(1.0, "λ2 (Eq. 14)", ge=0)
+        contrast: Literal["dot", "cosine"] = option("dot", "Eq. 13, or the released code's")
+        temperature: float = option(0.07, "of contrast = cosine", gt=0)
+
+    def term(self, step: Step, mine: None) -> Tensor | None:
+        option, prototypes = self.options, step.prototypes
+        if option.lambda_pos == 0:
+            return None
+        temperature = option.temperature if option.contrast == "cosine" else None
+        return option.lambda_pos * contrast(step.features, prototypes, step.targets == 1, temperature)
 
 
 class FedNcaMl(Method):
     name = "fednca-ml"
     summary = "class-wise features, fixed simplex-ETF classifier, rejection and contrast losses; equal weights"
+    head = EtfLadm
+    parts = (Known, switch("neg", Rejection, "L_neg (Eq. 12)"), switch("pos", Contrast, "L_pos (Eq. 13)"))
     published: ClassVar[dict[str, Any]] = {
-        "model.backbone": "resnet18",
-        "training.rounds": 100,
-        "training.local_epochs": 1,
-        "training.batch_size": 32,
-        "training.optimizer": "adamw",
-        "training.lr": 1e-4,
-        "training.weight_decay": 0.01,
-        "training.keep": "best",
-        "partition.kind": "dirichlet",
-        "partition.clients": 10,
-        "participation.fraction": 1.0,
-    }
+        "model.backbone": "resnet18", "training.rounds": 100, "training.local_epochs": 1, "training.batch_size": 32,
+        "training.optimizer": "adamw", "training.lr": 1e-4, "training.weight_decay": 0.01, "training.keep": "best",
+        "partition.kind": "dirichlet", "partition.clients": 10, "participation.fraction": 1.0,
+    }  # fmt: skip
     unpublished: ClassVar[dict[str, str]] = {
         "model.weights": "ImageNet weights of ResNet-18 in torchvision's format, but for CIFAR-10",
         "partition.beta": "0.5 and 0.1, by table",
         "partition.presence": "0.5; 0.71 for DermaMNIST",
     }
 
-    class Options(Method.Options):
-        weights: Literal["size", "equal"] = "equal"
-        etf: bool = True  # off: a learned linear classifier
-        ladm: bool = True  # off: pooled features, as FedAvg
-        neg: bool = True  # L_neg
-        pos: bool = True  # L_pos
-        lambda_neg: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-        lambda_pos: Annotated[float, Field(ge=0)] = 1.0
-        tau: Annotated[float, Field(gt=0, lt=1)] = 0.3
-        query: Literal["fixed-etf", "learnable-etf", "learnable-random"] = "fixed-etf"
-        heads: Annotated[int, Field(ge=1)] = 4
-        positional: bool = True
-        rejection: Literal["log", "hinge-topk"] = "log"
-        contrast: Literal["dot", "cosine"] = "dot"
-        temperature: Annotated[float, Field(gt=0)] = 0.07  # of contrast = "cosine"
-        logit_scale: Annotated[float, Field(gt=0)] | None = None  # start of a learned scale of z_c; None: no scale
-
-    options: Options
-
-    def network(self, backbone: Backbone) -> nn.Module:
-        option, classes = self.options, len(self.task.classes)
-        fixed_query = option.query != "learnable-random"
-        if option.etf or (option.ladm and fixed_query):
-            etf = simplex_etf(backbone.width, classes, self.task.seed)
-        ladm = None
-        if option.ladm:
-            queries = etf if fixed_query else torch.randn(classes, backbone.width) / math.sqrt(backbone.width)
-            learnable = option.query != "fixed-etf"
-            ladm = Ladm(queries, option.heads, learnable=learnable, positional=option.positional)
-        return PrototypeClassifier(backbone, classes, etf if option.etf else None, ladm, option.logit_scale)
-
-    @classmethod
-    def resolve(cls, options: Any, experiment: Experiment) -> dict[str, tuple[Any, str]]:
-        if options.lambda_neg != AUTO:
-            return {}
-        return {"lambda_neg": (1.0 if experiment.data.source == "cifar10" else 0.01, "1 for CIFAR-10, 0.01 elsewhere")}
-
-    def loss(self, model: nn.Module, batch: Batch, local: Local) -> Tensor:
-        """Eq. 14."""
-        assert isinstance(model, PrototypeClassifier)
-        option, prototypes = self.options, model.prototypes
-        features = model.features(batch.images)
-        loss = masked_mean(self.entries(model.logits(features), batch, local), batch.known)
-        lambda_neg = float(option.lambda_neg)  # `resolve` has seen to it
-        if option.neg and lambda_neg > 0:
-            similarity = features @ prototypes.T
-            if similarity.dim() == 2:  # one feature for all classes
-                similarity = similarity[:, None].expand(-1, len(prototypes), -1)
-            if option.rejection == "log":
-                rejection = log_rejection(similarity, batch.targets == 0, option.tau)
-            else:
-                rejection = hinge_rejection(similarity, batch.targets, option.tau)
-            loss = loss + lambda_neg * rejection
-        if option.pos and option.lambda_pos > 0:
-            temperature = option.temperature if option.contrast == "cosine" else None
-            loss = loss + option.lambda_pos * contrast(features, prototypes, batch.targets == 1, temperature)
-        return loss
+    class Options(PartOptions):
+        weights: Literal["size", "equal"] = option("equal", "how much a client counts in the average (Alg. 1: 1/K)")
 
 
 def log_rejection(similarity: Tensor, negative: Tensor, tau: float) -> Tensor:

@@ -169,20 +169,3 @@ def pixel_scale(model: Model, channels: int) -> tuple[tuple[float, ...], tuple[f
 
         return vit_pixel_scale(model.weights)
     return IMAGENET_MEAN, IMAGENET_STD
-
-
-class Classifier(nn.Module):
-    """Backbone, mean over the tokens, linear head: what FedAvg and its family train."""
-
-    def __init__(self, backbone: Backbone, classes: int) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = nn.Linear(backbone.width, classes)
-
-    def features(self, images: Tensor) -> Tensor:
-        tokens: Tensor = self.backbone(images)
-        return tokens.mean((2, 3))
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(images))
-        return logits

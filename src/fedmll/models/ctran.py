@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedmll.models.backbones import Backbone
 from fedmll.models.heads import Attention, dropout, per_label
+from fedmll.models.network import Network
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class EncoderLayer(nn.Module):
         return dropout(x, self.dropout) if self.training and self.dropout > 0 else x
 
 
-class CTran(nn.Module):
+class CTran(Network):
     """With `embeddings` these are frozen (never sent, never averaged); without, they are learned."""
 
     labels: Tensor
@@ -60,9 +61,8 @@ class CTran(nn.Module):
         heads: int = 4,
         dropout: float = 0.1,
     ) -> None:
-        super().__init__()
+        super().__init__(backbone)
         width = backbone.width
-        self.backbone = backbone
         self.norm = nn.LayerNorm(width)
         self.layers = nn.ModuleList(EncoderLayer(width, heads, width, dropout) for _ in range(layers))
         self.weight = nn.Parameter(_uniform(width, classes, width))
@@ -74,15 +74,17 @@ class CTran(nn.Module):
             self.register_buffer("labels", embeddings.labels, persistent=False)
             self.register_buffer("states", embeddings.states, persistent=False)
 
-    def forward(self, images: Tensor, states: Tensor | None = None) -> Tensor:
-        """Logits (batch, classes). `states` (batch, classes) are 1 positive, 0 negative, -1 unknown; None: all
-        unknown."""
+    def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
+        """The labels' tokens (batch, classes, width) as they come out. `states` None: all unknown."""
         image_tokens = self.backbone(images).flatten(2).transpose(1, 2)
         tokens = self.norm(torch.cat([image_tokens, self.label_tokens(states, len(images))], dim=1))
         for layer in self.layers[:-1]:
             tokens = layer(tokens, tokens)
-        labels = self.layers[-1](tokens[:, -len(self.labels) :], tokens)  # nobody asks for the image tokens any more
-        return per_label(labels, self.weight, self.bias)
+        labels: Tensor = self.layers[-1](tokens[:, -len(self.labels) :], tokens)  # nobody asks for the image's any more
+        return labels
+
+    def logits(self, features: Tensor) -> Tensor:
+        return per_label(features, self.weight, self.bias)
 
     def label_tokens(self, states: Tensor | None, batch: int) -> Tensor:
         """l_c + s_c (batch, classes, width), Eq. 2; an unknown state is zero."""

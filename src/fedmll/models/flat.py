@@ -82,6 +82,12 @@ class FlatWeights:
         counters = {name: tensors["counters"][p.where].view(p.shape) for name, p in self.counter_layout.items()}
         return named | counters
 
+    def put(self, named: Mapping[str, Tensor]) -> None:
+        """The inverse of `named`: into the model."""
+        for vector, layout in ((self.vector, self.layout), (self.counters, self.counter_layout)):
+            for name, place in layout.items():
+                vector[place.where].view(place.shape).copy_(named[name])
+
 
 Sketch = list[float]
 

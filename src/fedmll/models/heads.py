@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fedmll.errors import ConfigError
 from fedmll.models.backbones import Backbone
+from fedmll.models.network import Network
 from fedmll.seeding import numpy_generator
 
 
@@ -152,7 +153,7 @@ def per_label(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits + bias
 
 
-class PrototypeClassifier(nn.Module):
+class PrototypeClassifier(Network):
     """FedNCA-ML's network. Features are read by the LADM, h_c (batch, classes, width), or without it pooled as in
     FedAvg, h (batch, width); a logit is the product with the class's prototype: the ETF's m_c (Eq. 9), a buffer that
     is never trained, or where `etf` is None the rows of a linear layer."""
@@ -168,8 +169,8 @@ class PrototypeClassifier(nn.Module):
         ladm: Ladm | None = None,
         logit_scale: float | None = None,
     ) -> None:
-        super().__init__()
-        self.backbone, self.ladm = backbone, ladm
+        super().__init__(backbone)
+        self.ladm = ladm
         if etf is None:
             linear = nn.Linear(backbone.width, classes)
             self.prototypes, self.bias = linear.weight, linear.bias
@@ -178,17 +179,16 @@ class PrototypeClassifier(nn.Module):
             self.bias = None
         self.scale = None if logit_scale is None else nn.Parameter(torch.tensor([float(logit_scale)]))
 
-    def features(self, images: Tensor) -> Tensor:
-        tokens: Tensor = self.backbone(images)
-        return tokens.mean((2, 3)) if self.ladm is None else self.ladm(tokens)
+    def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
+        if self.ladm is None:
+            return super().features(images)
+        features: Tensor = self.ladm(self.backbone(images))
+        return features
 
     def logits(self, features: Tensor) -> Tensor:
         score = per_label if features.dim() == 3 else F.linear
         logits = score(features, self.prototypes, self.bias)
         return logits if self.scale is None else logits * self.scale
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.logits(self.features(images))
 
     def attention(self, images: Tensor) -> Tensor:
         """The LADM's maps (batch, heads, classes, rows, columns), for pictures of where each class looks."""

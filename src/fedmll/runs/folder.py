@@ -22,6 +22,7 @@ from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
 
 EXPERIMENT, DATA, SUMMARY, METRICS, LOCK = "experiment.toml", "data.json", "summary.json", "metrics.jsonl", ".lock"
+MODEL = "model.safetensors"
 
 Row = dict[str, Any]
 

@@ -6,7 +6,6 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,12 +25,13 @@ from fedmll.errors import ConfigError, FedmllError, TooFewReplies
 from fedmll.evaluation.pooled import Evaluation
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
-from fedmll.methods.base import Reply
+from fedmll.methods.contract import Records
 from fedmll.runs import checkpoint
 from fedmll.runs.checkpoint import Checkpoint
 from fedmll.runs.folder import (
     EXPERIMENT,
     METRICS,
+    MODEL,
     SUMMARY,
     Row,
     check_data,
@@ -186,6 +186,8 @@ class _Run:
         for text in self.notes:
             self.log.info(text)
             self.observer.note(text)
+        if first == 1 and self.engine.learner.method.opens:
+            state, _, _ = self._exchange(state, 0)
         for number in range(first, self.experiment.training.rounds + 1):
             state = self._round(state, number)
         return self._finish(state)
@@ -210,30 +212,9 @@ class _Run:
 
     def _round(self, state: Tensors, number: int) -> Tensors:
         begin = time.perf_counter()
-        engine, method = self.engine, self.engine.method
-        losses: list[tuple[float, float]] = []
-        total = 1 if method.pooled else len(self.federation.participants(number))
-
-        def watched() -> Iterator[Reply]:
-            self.observer.client_done(number, 0, total)
-            for peer, reply in engine.round(state, number):
-                losses.append((reply.numbers["loss"], reply.numbers["samples"]))
-                yield peer, reply
-                self.observer.client_done(number, len(losses), total)
-
-        for attempt in range(engine.tries):
-            try:
-                method.records = {}
-                losses.clear()
-                merged = method.merge(state, watched(), number)
-                break
-            except TooFewReplies as error:
-                if attempt + 1 == engine.tries:
-                    raise
-                self.log.warning("round %d is tried again: %s", number, error)
-                self.observer.warning(f"Round {number} is tried again: {error}")
-        state = merged
-        method.records |= engine.audit()
+        engine, method = self.engine, self.engine.learner.method
+        state, records, losses = self._exchange(state, number)
+        records |= engine.audit()
         row: Row = {
             "round": number,
             "seconds": 0.0,
@@ -242,7 +223,7 @@ class _Run:
             "clients": len(losses),
             "loss": float(np.average([loss for loss, _ in losses], weights=[n for _, n in losses])),
         }
-        row |= {name: float(value) for name, value in method.records.items() if not isinstance(value, Tensor)}
+        row |= {name: float(value) for name, value in records.items() if not isinstance(value, Tensor)}
         setting = self.experiment.engine
         last = number == self.experiment.training.rounds
         if last or number % setting.evaluate_every == 0:
@@ -252,11 +233,32 @@ class _Run:
             kept = int(self.best.get("round", 0))
             self.evaluations = {number: evaluation} | {r: e for r, e in self.evaluations.items() if r == kept}
         row["seconds"] = round(time.perf_counter() - begin, 4)
-        self._write_down(row, {k: v for k, v in method.records.items() if isinstance(v, Tensor)})
+        self._write_down(row, {k: v for k, v in records.items() if isinstance(v, Tensor)})
         if last or number % setting.checkpoint_every == 0:
             self._checkpoint(state, number)
         self.observer.round_done(row)
         return state
+
+    def _exchange(self, state: Tensors, number: int) -> tuple[Tensors, Records, list[tuple[float, float]]]:
+        """The clients' replies, merged; tried again where too few came. Also each one's loss and samples."""
+        engine, method = self.engine, self.engine.learner.method
+        total = len(engine.learner.participants(self.federation, number))
+        for attempt in range(engine.tries):
+            losses: list[tuple[float, float]] = []
+            merger = method.merger(state, number)
+            self.observer.client_done(number, 0, total)
+            try:
+                for peer, reply in engine.round(state, number):
+                    losses.append((reply.numbers["loss"], reply.numbers["samples"]))
+                    merger.add(peer, reply)
+                    self.observer.client_done(number, len(losses), total)
+                return *merger.result(), losses
+            except TooFewReplies as error:
+                if attempt + 1 == engine.tries:
+                    raise
+                self.log.warning("round %d is tried again: %s", number, error)
+                self.observer.warning(f"Round {number} is tried again: {error}")
+        raise AssertionError("an engine tries a round at least once")
 
     def _remember_best(self, row: Row, state: Tensors) -> None:
         if self.experiment.training.keep != "best":
@@ -264,7 +266,7 @@ class _Run:
         value = row.get(SELECTION, math.nan)
         if not self.best or value > self.best["value"]:
             self.best = {"round": row["round"], "value": value if math.isfinite(value) else -1.0}
-            self.best_tensors = {k: t.clone() for k, t in self.engine.method.deploy(state).tensors.items()}
+            self.best_tensors = {k: t.clone() for k, t in self.engine.learner.method.deploy(state).tensors.items()}
 
     def _write_down(self, row: Row, records: Tensors) -> None:
         self.rows.append(row)
@@ -285,15 +287,18 @@ class _Run:
         memory.keep_only(checkpoint.memories(self.checkpoints))
 
     def _finish(self, state: Tensors) -> Result:
-        engine, data = self.engine, self.federation
-        message = Message(self.best_tensors) if self.best_tensors else engine.method.deploy(state)
+        engine, data, method = self.engine, self.federation, self.engine.learner.method
+        message = Message(self.best_tensors) if self.best_tensors else method.deploy(state)
         kept = int(self.best["round"]) if self.best_tensors else self.experiment.training.rounds
+        if method.closes:
+            state, _, _ = self._exchange(state | message.tensors, self.experiment.training.rounds + 1)
+            message, self.evaluations = method.deploy(state), {}
         found = self.evaluations.get(kept) or engine.evaluate(message)  # not twice: between machines it is an exchange
         report, clients = found.report, found.clients
-        weights = engine.weights.named(message.tensors)
-        with files.replacing(self.out / "model.safetensors") as temporary:
+        weights = engine.learner.weights.named(message.tensors)
+        with files.replacing(self.out / MODEL) as temporary:
             save_file({k: t.contiguous() for k, t in weights.items()}, temporary)
-        trained = len(data.pooled_rows) if engine.method.pooled else int(data.sizes.sum())
+        trained = len(data.pooled_rows) if method.pooled else int(data.sizes.sum())
         summary = {
             "method": self.experiment.method.name,
             "data": self.experiment.data.label,
@@ -302,10 +307,11 @@ class _Run:
             "rounds": self.experiment.training.rounds,
             "clients": len(data.names),
             "classes": list(data.train.classes),
+            "sample_shape": list(data.train.sample_shape),
             "samples": {"train": trained, "validation": len(data.validation), "test": len(data.test)},
             "notes": list(self.notes),
             "partition": data.report,
-            "parameters": engine.weights.parameter_end,
+            "parameters": engine.learner.weights.parameter_end,
             "seconds": round(sum(row["seconds"] for row in self.rows), 3),
             "bytes_up": sum(row["bytes_up"] for row in self.rows),
             "bytes_down": sum(row["bytes_down"] for row in self.rows),

@@ -13,19 +13,17 @@ from flwr.app import Message as FlowerMessage
 from flwr.common.constant import ErrorCode
 from torch import Tensor
 
-from fedmll.client import Peer
+from fedmll.client import Peer, Reply, task_of
 from fedmll.data.federation import Federation
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.roster import Member, Roster
 from fedmll.deploy.flower.site_app import BYE, EVALUATE, TRAIN
+from fedmll.engines.learner import Learner
 from fedmll.engines.local import choose_device
 from fedmll.errors import ReplyRefused, TooFewReplies
 from fedmll.evaluation import metrics
-from fedmll.evaluation.pooled import VALIDATED, Evaluation, evaluate_pooled, predict
+from fedmll.evaluation.pooled import VALIDATED, Evaluation, evaluate_pooled
 from fedmll.message import Message, Tensors
-from fedmll.methods import make
-from fedmll.methods.base import Reply
-from fedmll.models.flat import FlatWeights
 
 POLL_SECONDS = 0.2
 ROSTER_SECONDS = 2.0
@@ -71,22 +69,16 @@ class FlowerEngine:
         self.federation, self.roster, self.grid = federation, roster, roster.grid
         self.min_clients, self.round_timeout, self.tries = min_clients, round_timeout, tries
         self.alive = alive  # raises when the SuperLink is gone
-        self.task = federation.task(choose_device(federation.experiment.engine.device))
-        self.method = make(self.task)
-        self.model = self.method.model().to(self.task.device)
-        self.weights = FlatWeights(self.model)
-        self.peers = federation.peers(self.method)
+        self.learner = Learner(task_of(federation, choose_device(federation.experiment.engine.device)))
+        self.method = self.learner.method
+        self.peers = self.learner.peers(federation)
         self.method.begin(self.peers)
         self.memory = SiteMemories()
         self.bytes_up = self.bytes_down = 0
         self.number = 0
 
-    @property
-    def private(self) -> bool:
-        return bool(getattr(self.method, "private", False))
-
     def start(self) -> Tensors:
-        return self.method.start(self.weights)
+        return self.method.start()
 
     def audit(self) -> dict[str, float | Tensor]:
         return {}  # only a simulation knows the truth
@@ -97,8 +89,7 @@ class FlowerEngine:
     # ---- a round
 
     def round(self, state: Tensors, number: int) -> Iterator[Reply]:
-        sizes = self.federation.sizes
-        order = sorted(self.federation.participants(number).tolist(), key=lambda client: (-sizes[client], client))
+        order = self.learner.participants(self.federation, number)
         needed = min(self.min_clients, len(order))
         self.number = number
         remembered = dict(self.memory.latest)
@@ -235,9 +226,9 @@ class FlowerEngine:
         """On the server's test data, if it has any; and on the clients' own, averaged by size."""
         report, values = metrics.Report({}, {}, {}), {}
         if len(self.federation.test):
-            self.method.receive(self.weights, message)
+            self.learner.receive(message)
             data = self.federation.test
-            scores = predict(self.method, self.model, data, 0, len(data)).numpy()
+            scores = self.learner.predict(data, 0, len(data)).numpy()
             pooled = evaluate_pooled(self.federation, {"test": scores})
             report, values = pooled.report, pooled.values
         clients = self._clients_evaluation(message)
@@ -254,7 +245,7 @@ class FlowerEngine:
 
         def letter(peer: Peer) -> tuple[Message, dict[str, Any]]:
             # a private client may only see its own rows
-            return (self.method.send(message.tensors, peer, self.number) if self.private else message), {}
+            return (self.method.send(message.tensors, peer, self.number) if self.method.private else message), {}
 
         found = [(peer, reply.numbers) for peer, reply, _ in self._exchange(EVALUATE, peers, letter, 1, self.number)]
         if not found:

@@ -125,12 +125,12 @@ class Consensus:
         # What follows an entry moves up into its place when one that is not larger is taken away.
         return torch.where(own > self.middle[:-1], self.middle[:-1], self.middle[1:]).mean(0).float()
 
-    def tensors(self, prefix: str) -> Tensors:
-        return {prefix + name: getattr(self, name) for name in STORED}
+    def tensors(self) -> Tensors:
+        return {name: getattr(self, name) for name in STORED}
 
     @classmethod
-    def from_tensors(cls, tensors: Tensors, prefix: str, kind: Consolidation) -> Consensus:
-        clients, matrices, weights, middle = (tensors[prefix + name] for name in STORED)
+    def from_tensors(cls, tensors: Tensors, kind: Consolidation) -> Consensus:
+        clients, matrices, weights, middle = (tensors[name] for name in STORED)
         return cls(clients, matrices, weights, middle, kind)
 
 

@@ -10,26 +10,26 @@ round has spoil the pairwise loss (Appendix B), so by default (`absent = omit`) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedmll.client import EVALUATION_BATCH, Peer
+from fedmll.data.images.unlabelled import image_files, read_images
+from fedmll.errors import ConfigError
+from fedmll.message import Message, Tensors
+from fedmll.methods.contract import Located, Merger, Part, PartOptions, Records, option
+from fedmll.methods.parts.rows import HeadRows, own_rows
+from fedmll.seeding import torch_generator
+from fedmll.threads import one_thread
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """For small work in the server's process: the cores belong to the clients' workers, and threads that wait for a
-    busy core made it ten times slower. It also makes the result the same on every number of cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+if TYPE_CHECKING:
+    from fedmll.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def pairwise(p: Tensor, h: Tensor, own: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Objective:
+    """What the classifier is fitted to, and how."""
+
     loss: Literal["mse", "pairwise"]
     softmax: bool
     scope: Literal["global", "restricted"]
@@ -115,3 +117,109 @@ class Tuning:
             loss(F.linear(features[places], tuned[:, :-1], tuned[:, -1]), places).backward()
             optimizer.step()
         return tuned.detach().cpu()
+
+
+class Tuning(Part):
+    """The classifier is fitted to the clients' opinions of the server's own unlabelled images, after the average."""
+
+    name = "tuning"
+    needs = frozenset({"rows"})
+    server_only = True
+
+    class Options(PartOptions):
+        tuning: Literal["none", "mse", "pairwise"] = option("mse", "the loss that it is fitted with")
+        tuning_images: Located | None = option(None, "a folder of images; default: the server's share")
+        scope: Literal["global", "restricted"] = option("global", "what h is normalised over: all classes, Y_k")
+        absent: Literal["omit", "naive", "penalise"] = option("omit", "pairwise: labels that nobody in the round has")
+        feedback: bool = option(True, "the next round starts from the tuned classifier")
+        tuning_steps: int = option(60, "steps of Adam", ge=1)
+        tuning_batch: int = option(256, "images a step", ge=1)
+        tuning_lr: float = option(5e-3, "learning rate", gt=0)
+
+    @classmethod
+    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+        if options.tuning_images is None and not experiment.partition.server:
+            raise ConfigError(
+                f"{where}tuning = '{options.tuning}' needs unlabelled images at the server: let it hold a share of the "
+                f"training data (partition.server = 0.05), or name a folder of images ({where}tuning_images)."
+            )
+        if options.tuning_images is not None and not any(image_files(options.tuning_images)):
+            raise ConfigError(f"{where}tuning_images = '{options.tuning_images}' is not a folder with images.")
+
+    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
+        return Listening(self, round)
+
+    def deploy(self, state: Tensors, message: Message) -> None:
+        if "tuned" in state:
+            message.tensors["weights"] = state["tuned"]
+
+    @property
+    def private(self) -> bool:
+        return "by-label" in self.beside
+
+    @property
+    def softmax(self) -> bool:
+        return "softmax" in self.beside
+
+    @cached_property
+    def _images(self) -> Tensor:
+        """The server's unlabelled samples, as they are stored."""
+        folder, data = self.options.tuning_images, self.task.server_data
+        if folder is not None:
+            return torch.from_numpy(read_images(folder, self.task.sample_shape))
+        assert data is not None  # `check` has refused it
+        return torch.from_numpy(data.samples(slice(None)))
+
+    @torch.no_grad()
+    def features(self, tensors: Tensors) -> Tensor:
+        """Of the tuning images, by the global network with these weights in it."""
+        self.weights.load(tensors)
+        self.model.eval()
+        batches = self._images.split(EVALUATION_BATCH)
+        return torch.cat([self.model.features(self.task.inputs(batch.to(self.task.device))) for batch in batches])
+
+    @one_thread()
+    def opinion(self, reply: Tensors, rows: Tensor) -> Tensor:
+        """h_k(y|x) of the tuning images for y ∈ Y_k: what is kept of a reply."""
+        head, count = HeadRows.of(self.weights), len(self.task.classes)
+        front, own, back = head.split(reply["weights"], len(rows) if self.private else count)
+        anything = own.new_zeros(count, own.shape[1])  # the features do not need the head
+        features = self.features(reply | {"weights": head.join(front, anything, back)})
+        own = own.to(features.device)
+        logits = F.linear(features, own[:, :-1], own[:, -1])
+        if self.private:
+            return self._probabilities(logits)
+        if self.options.scope == "restricted":
+            return self._probabilities(logits[:, rows])
+        return self._probabilities(logits)[:, rows]
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        return torch.softmax(logits, 1) if self.softmax else torch.sigmoid(logits)
+
+    @one_thread()
+    def tuned(self, merged: Tensors, opinions: Opinions, round: int) -> Tensor:
+        """The merged weights with the tuned classifier."""
+        o, head = self.options, HeadRows.of(self.weights)
+        objective = Objective(o.tuning, self.softmax, o.scope, o.absent, o.tuning_steps, o.tuning_batch, o.tuning_lr)
+        front, rows, back = head.split(merged["weights"], len(self.task.classes))
+        generator = torch_generator(self.task.seed, round, "tuning")
+        return head.join(front, objective.fit(rows, self.features(merged), opinions, generator), back)
+
+
+class Listening(Merger):
+    def __init__(self, part: Tuning, round: int) -> None:
+        self.part, self.round = part, round
+        self.predictions: list[Tensor] = []
+        self.rows: list[Tensor] = []
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        self.rows.append(own_rows(self.part.task.classes, peer.owned))
+        self.predictions.append(self.part.opinion(reply.tensors, self.rows[-1]))
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        opinions = Opinions.gather(self.predictions, self.rows, len(self.part.task.classes))
+        tuned = self.part.tuned(merged, opinions, self.round)
+        if not self.part.options.feedback:
+            return {"tuned": tuned}, {}
+        merged["weights"] = tuned
+        return {}, {}

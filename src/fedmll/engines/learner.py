@@ -1,0 +1,139 @@
+"""The learner: one method with one model object, that builds, receives, trains and predicts. The local engine, the
+sites of a real federation and whoever loads a finished run use this and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Task, Work, under
+from fedmll.data.dataset import Dataset
+from fedmll.data.federation import Federation
+from fedmll.errors import ClientError
+from fedmll.message import Message, Tensors
+from fedmll.methods import make
+from fedmll.models.flat import FlatWeights
+
+OPTIMIZER = "optimizer"  # its state in a client's memory
+
+
+class Learner:
+    def __init__(self, task: Task) -> None:
+        self.task, self.method = task, make(task)
+        self.model = self.method.model().to(task.device)
+        self.weights = FlatWeights(self.model)
+        self.method.bind(self.model, self.weights)
+        self.shaping, self.teaching, self.adjusting, self.stepping = map(
+            self.method.overriding, ("shape", "term", "adjust", "stepped")
+        )
+
+    def peers(self, data: Federation) -> list[Peer]:
+        """The clients as the server knows them. A pooled method has one, with everything."""
+        if self.method.pooled:
+            return [Peer(0, "pooled", torch.ones(len(self.task.classes), dtype=torch.bool))]
+        owned = torch.from_numpy(data.allowed & data.annotated)
+        return [Peer(index, name, owned[index]) for index, name in enumerate(data.names)]
+
+    def participants(self, data: Federation, round: int) -> list[int]:
+        """Who is asked, the largest first: an order that does not depend on who is faster."""
+        if self.method.pooled:
+            return [0]
+        everybody = self.method.exchange(round) is not None
+        chosen = range(len(data.names)) if everybody else data.participants(round).tolist()
+        sizes = data.sizes
+        return sorted(chosen, key=lambda client: (-sizes[client], client))
+
+    def client(self, data: Federation, peer: Peer, round: int) -> Client:
+        """A client as its method sees it in one round."""
+        task, model, weights = self.method.task, self.model, self.weights
+        if self.method.pooled:
+            return Client(task, peer.name, round, data.pooled, peer.owned, peer.owned, model, weights)
+        samples, annotated = data.train.subset(data.samples[peer.index]), torch.tensor(data.annotated[peer.index])
+        return Client(task, peer.name, round, samples, annotated, peer.owned, model, weights)
+
+    def receive(self, message: Message) -> None:
+        self.method.receive(self.weights, message)
+
+    def predict(self, data: Dataset, start: int, stop: int) -> Tensor:
+        """Probabilities of the samples from `start` to `stop`."""
+        self.model.eval()
+        scores = []
+        with torch.inference_mode():
+            for first in range(start, stop, EVALUATION_BATCH):
+                raw = self.task.tensor(data.samples(slice(first, min(first + EVALUATION_BATCH, stop))))
+                scores.append(self.method.predict(self.model, self.task.inputs(raw)).cpu())
+        return torch.cat(scores) if scores else torch.zeros(0, len(self.task.classes))
+
+    def train(self, client: Client, message: Message, memory: Tensors) -> Message:
+        """A client's round: read, learn, reply. `memory` is the client's own between its rounds, changed in place."""
+        method = self.method
+        for part in method.overriding("narrow"):
+            client = part.narrow(client)
+        method.receive(client.weights, message)
+        client.seed_torch()
+        names = [*(part.name for part in method.list), OPTIMIZER]
+        work = Work(client, message, {name: under(name, memory) for name in names})
+        numbers = {"samples": float(len(client.data)), "steps": 0.0, "loss": 0.0}
+        exchange = method.exchange(client.round)
+        if exchange is not None:
+            replies = {part: part.survey(work) for part in method.replying(client.round)}
+        else:
+            for part in method.list:
+                work.fixed[part.name] = part.prepare(work)
+            numbers["loss"], numbers["steps"] = self._learn(work)
+            work.trained()
+            replies = {part: part.finish(work, work.fixed[part.name]) for part in method.list}
+        memory.clear()
+        memory |= {f"{name}/{key}": tensor for name, own in work.memories.items() for key, tensor in own.items()}
+        return Message(method.joined(replies), numbers)
+
+    def _learn(self, work: Work) -> tuple[float, int]:
+        """The local epochs; gives the mean loss and the number of steps."""
+        client, fixed = work.client, work.fixed
+        parameters, clip = client.weights.parameters, self.task.experiment.training.clip
+        optimizer = self.optimizer(parameters)
+        total, steps = torch.zeros((), device=self.task.device), 0
+        client.model.train()
+        for batch in client.batches():
+            step = Step(work, batch)
+            for part in self.shaping:
+                part.shape(step, fixed[part.name])
+            loss = self._loss(step)
+            loss.backward()
+            for part in self.adjusting:
+                part.adjust(work, fixed[part.name])
+            if clip is not None:
+                nn.utils.clip_grad_norm_(parameters, clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            for part in self.stepping:
+                part.stepped(work, fixed[part.name])
+            total += loss.detach()
+            steps += 1
+        mean = total.item() / steps
+        if not math.isfinite(mean):
+            raise ClientError(
+                f"The loss of client {client.name} became {mean} in round {client.round}. Lower training.lr "
+                f"(now {self.task.experiment.training.lr:g}), or set training.clip = 1.0; also look at its data."
+            )
+        return mean, steps
+
+    def _loss(self, step: Step) -> Tensor:
+        """The sum of the parts' terms."""
+        terms = [part.term(step, step.work.fixed[part.name]) for part in self.teaching]
+        first, *others = [term for term in terms if term is not None]
+        for term in others:
+            first = first + term
+        return first
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """A fresh one every round."""
+        training = self.task.experiment.training
+        if training.optimizer == "sgd":
+            return torch.optim.SGD(
+                parameters, training.lr, training.momentum, weight_decay=training.weight_decay, fused=True
+            )
+        adam = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
+        return adam(parameters, training.lr, weight_decay=training.weight_decay, fused=True)

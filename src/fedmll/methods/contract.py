@@ -1,0 +1,223 @@
+"""The contract: a method is a network and a short list of parts. A part is one idea, at the server and at the client.
+
+    server   start → (send → merger: add, add, …, result) every round → deploy
+    client   prepare → (shape → term → adjust → stepped) every step → finish
+
+What a part keeps (state at the server, memory at a client) and sends is named tensors under the part's own name, so it
+is stored, resumed and checked without a line of the part's. A part does not know which engine runs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedmll.client import Client, Peer, Step, Task, Work
+from fedmll.message import Message, Tensors
+from fedmll.models.backbones import Backbone
+from fedmll.models.flat import FlatWeights
+from fedmll.models.network import Network
+from fedmll.registry import register
+
+if TYPE_CHECKING:
+    from fedmll.experiment import Experiment
+
+AUTO = "auto"  # an option that a rule decides when the experiment is made (`resolve`)
+LARGEST_GROWTH = 20  # weights whose norm is this many times that of what was sent are of no honest round of training
+
+Located = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]  # the same from every folder
+Records = dict[str, float | Tensor]  # what is written down beside a round's metrics
+Found = dict[str, tuple[Any, str]]  # option → what a rule made of "auto", and the rule in words (empty: never mind)
+
+
+def option(default: Any, meaning: str, **limits: Any) -> Any:
+    """A field of Options: its default, what it means (with its equation), its range."""
+    return Field(default, description=meaning, **limits)
+
+
+class PartOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Piece:
+    """What a method is put together from: something with a name and options."""
+
+    kind: ClassVar[str]
+    name: ClassVar[str] = ""
+    Options: ClassVar[type[BaseModel]] = PartOptions
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__dict__.get("name"):
+            register(cls.kind, cls.name)(cls)
+
+    @classmethod
+    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+        """Refuse (ConfigError) settings that it cannot work with; `where` its options are, for the message."""
+
+    @classmethod
+    def resolve(cls, options: Any, experiment: Experiment) -> Found:
+        """What the options that were left open ("auto") are in this experiment: decided once, stored, sent to sites."""
+        return {}
+
+
+class Head(Piece):
+    """What turns a backbone into a network for the task's classes."""
+
+    kind = "head"
+    gives: ClassVar[frozenset[str]] = frozenset()  # what parts may ask of it: prototypes, states, rows
+
+    def __init__(self, task: Task, options: Any) -> None:
+        self.task, self.options = task, options
+
+    def build(self, backbone: Backbone) -> Network:
+        """Its initial weights come from the experiment's seed: torch is seeded when this is called."""
+        raise NotImplementedError
+
+
+class Merger:
+    """One round at the server: replies come one at a time and are let go."""
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        """`reply` has the client's weights, the part's own tensors, and the numbers of every reply: samples, steps,
+        loss."""
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        """The part's next state, all of it, and what is worth writing down. `merged` are the global weights as the
+        average made them; a part may put better ones there."""
+        return {}, {}
+
+
+class Part(Piece):
+    kind = "part"
+    jobs: ClassVar[frozenset[str]] = frozenset()  # what only one part of a method can do: targets, unknown, average …
+    needs: ClassVar[frozenset[str]] = frozenset()  # what the head must give
+    requires: ClassVar[tuple[type[Part], ...]] = ()  # what it stands on; put before it where it is not in the list
+    exchanges: ClassVar[frozenset[str]] = frozenset()  # "opening", "closing": asked for beside the rounds (`survey`)
+    server_only: ClassVar[bool] = False  # its options never leave the server, and clients do without it
+
+    def __init__(self, task: Task, options: Any, beside: frozenset[str]) -> None:
+        self.task, self.options = task, options
+        self.beside = beside  # the names of the method's other parts
+
+    def bind(self, model: Network, weights: FlatWeights) -> None:
+        """The process's only model and the layout of its weights: parameters first, buffers after them."""
+        self.model, self.weights = model, weights
+
+    # ---- the server
+
+    def begin(self, peers: Sequence[Peer]) -> None:
+        """Before the first round of a run or of its resumption: refuse (ConfigError) clients it cannot work with."""
+
+    def start(self) -> Tensors:
+        """Its state before round 1."""
+        return {}
+
+    def send(self, state: Tensors, peer: Peer, round: int) -> Tensors:
+        """What one client receives. Tensors taken from the state as they are cost nothing a client."""
+        return {}
+
+    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+        """What a good reply holds; everything else is refused."""
+        return {}
+
+    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
+        """None: its state stays. `beside` are the mergers of the parts before it, which get every reply first."""
+        return None
+
+    def deploy(self, state: Tensors, message: Message) -> None:
+        """Change or add to what is needed to predict with the global model."""
+
+    def audit(self, memories: Iterable[tuple[Tensors, Tensor]]) -> Records:
+        """Only a simulation calls this: it alone knows the true targets (samples, classes) of a client beside what the
+        client remembers. Nothing of it goes back to a client or into the state."""
+        return {}
+
+    # ---- the client
+
+    def narrow(self, client: Client) -> Client:
+        """The client as this part wants it to be seen."""
+        return client
+
+    def survey(self, work: Work) -> Tensors:
+        """Its reply to an opening or closing exchange, in which nobody trains."""
+        return {}
+
+    def prepare(self, work: Work) -> Any:
+        """What is fixed in the round, computed once; every later call gets it as `mine`."""
+
+    def shape(self, step: Step, mine: Any) -> None:
+        """Before the network runs: other views or states, other images."""
+
+    def term(self, step: Step, mine: Any) -> Tensor | None:
+        """Its share of the loss."""
+        return None
+
+    def adjust(self, work: Work, mine: Any) -> None:
+        """Change the gradients before a step: penalties whose gradient is known need no autograd."""
+
+    def stepped(self, work: Work, mine: Any) -> None:
+        """After a step: EMA teachers."""
+
+    def finish(self, work: Work, mine: Any) -> Tensors:
+        """After training: its share of the reply; remember."""
+        return {}
+
+    def inputs(self, images: Tensor, received: Tensors) -> Tensor:
+        """Images as its network takes them when it predicts; `received` is what `deploy` added under its name."""
+        return images
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a tensor of a reply must be: its shape, type and range, all stated."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    low: float = -math.inf
+    high: float = math.inf
+    norm: float = math.inf  # the largest
+    why: str = ""  # the shape is what it is
+    rule: Callable[[Tensor], bool] | None = None  # what else must hold …
+    broken: str = ""  # … and what to say if it does not
+
+    @classmethod
+    def sent(cls, weights: Tensor, why: str = "") -> Like:
+        """Weights after a round of training that started from these."""
+        return cls(tuple(weights.shape), weights.dtype, norm=LARGEST_GROWTH * (1 + float(weights.norm())), why=why)
+
+    def refuse(self, name: str, tensor: Tensor) -> str | None:
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            because = f" ({self.why})" if self.why else ""
+            return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {self.dtype} {self.shape}{because}"
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return f"{name} holds NaN or infinite values"
+        if tensor.numel() and not (self.low <= float(tensor.min()) and float(tensor.max()) <= self.high):
+            return f"{name} holds values outside [{self.low:g}, {self.high:g}]"
+        if self.norm < math.inf and float(tensor.norm()) > self.norm:
+            return f"{name} has the norm {float(tensor.norm()):.3g}; at most {self.norm:.3g} is believed"
+        if self.rule is not None and not self.rule(tensor):
+            return f"{name} {self.broken}"
+        return None
+
+
+def refuse_unlike(expected: Mapping[str, Like], reply: Message) -> str | None:
+    """Why a reply does not hold what is expected, or None."""
+    missing, unknown = expected.keys() - reply.tensors.keys(), reply.tensors.keys() - expected.keys()
+    if missing:
+        return f"it lacks {', '.join(sorted(missing))}"
+    if unknown:
+        return f"it holds the unknown key {', '.join(sorted(unknown))}"
+    if not all(math.isfinite(number) for number in reply.numbers.values()):
+        return "one of its numbers is not finite"
+    if not reply.numbers.get("samples", 0) > 0:
+        return "it does not say how many samples it has"
+    reasons = (like.refuse(name, reply[name]) for name, like in expected.items())
+    return next((reason for reason in reasons if reason is not None), None)

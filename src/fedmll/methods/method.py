@@ -1,0 +1,302 @@
+"""Method: a name, a paper, and the list of parts that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, create_model
+from torch import Tensor
+
+from fedmll import registry
+from fedmll.client import Peer, Task, under
+from fedmll.errors import ConfigError
+from fedmll.message import Message, Tensors
+from fedmll.methods.contract import AUTO, Found, Head, Merger, Part, PartOptions, Piece, Records, refuse_unlike
+from fedmll.methods.heads import Linear
+from fedmll.methods.parts.basic import Absent, Mean, Supervision
+from fedmll.methods.recipe import Choice, Recipe, switch
+from fedmll.models.backbones import build_backbone
+from fedmll.models.flat import FlatWeights
+from fedmll.models.network import Network
+from fedmll.seeding import derive
+
+if TYPE_CHECKING:
+    from fedmll.experiment import Experiment
+
+__all__ = ["Choice", "Method", "Recipe", "switch"]
+
+P = TypeVar("P", bound=Part)
+
+
+class Method:
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    head: ClassVar[type[Head]] = Linear
+    parts: ClassVar[tuple[type[Part] | Choice, ...]] = (Absent,)
+    average: ClassVar[type[Part] | Choice] = Mean
+    published: ClassVar[dict[str, Any]] = {}  # the paper's settings, used by `--as-published`
+    unpublished: ClassVar[dict[str, str]] = {}  # what the paper has and only the user can give: setting → what
+    symbols: ClassVar[dict[str, str]] = {}  # the paper's name of an option, accepted too → its name here
+    keep: ClassVar[Literal["last", "best"]] = "last"  # which round's model is the result
+    pooled: bool = False  # trains on all data in one place, with every annotation
+
+    Options: ClassVar[type[BaseModel]] = PartOptions
+
+    def __init_subclass__(cls) -> None:
+        """The options of a method are its own, those of its head and parts, and its choices."""
+        super().__init_subclass__()
+        if not cls.__dict__.get("name"):
+            return
+        fields: dict[str, Any] = {entry.option: entry.field for entry in cls.choices()}
+        bases = dict.fromkeys((cls.Options, cls.head.Options, *(part.Options for part in cls.every_part())))
+        bases.pop(PartOptions, None)
+        cls.Options = create_model("Options", __base__=tuple(bases) or PartOptions, **fields)
+        registry.register("method", cls.name)(cls)
+
+    # ---- what an experiment asks of the class
+
+    @classmethod
+    def choices(cls) -> list[Choice]:
+        return [entry for entry in (*cls.parts, cls.average) if isinstance(entry, Choice)]
+
+    @classmethod
+    def every_part(cls) -> list[type[Part]]:
+        """Also those that are switched off; those that others stand on too."""
+        found: dict[type[Part], None] = {}
+        for entry in (*cls.parts, cls.average):
+            for part in entry.parts.values() if isinstance(entry, Choice) else (entry,):
+                if part is not None:
+                    found |= dict.fromkeys((*part.requires, part))
+        return list(found)
+
+    @classmethod
+    def recipe(cls, options: Any) -> Recipe:
+        """The head and the parts that these options ask for."""
+        *parts, average = cls.chosen(options)
+        return Recipe.of(cls.head, parts, average)
+
+    @classmethod
+    def chosen(cls, options: Any) -> list[type[Part]]:
+        """Of the parts in the list, those that these options ask for; the average is the last."""
+        entries = (*cls.parts, cls.average)
+        parts = [e.parts[getattr(options, e.option)] if isinstance(e, Choice) else e for e in entries]
+        return [part for part in parts if part is not None]
+
+    @classmethod
+    def options_of(cls, piece: type[Piece], options: Any) -> Any:
+        return piece.Options(**{name: getattr(options, name) for name in piece.Options.model_fields})
+
+    @classmethod
+    def pieces(cls, options: Any) -> list[tuple[type[Piece], Any]]:
+        return [(piece, cls.options_of(piece, options)) for piece in cls.recipe(options).pieces]
+
+    @classmethod
+    def where(cls, piece: type[Piece]) -> str:
+        """Where the options of a piece are in an experiment."""
+        return "method."
+
+    @classmethod
+    def named(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options under their names here; of an option under both names the one that came later counts."""
+        return {cls.symbols.get(name, name): value for name, value in options.items()}
+
+    @classmethod
+    def options_class(cls, values: Mapping[str, Any]) -> type[BaseModel]:
+        """What these options are checked with."""
+        return cls.Options
+
+    @classmethod
+    def resolve(cls, options: Any, experiment: Experiment) -> Found:
+        """What the options that were left open are in this experiment."""
+        found: Found = {}
+        for piece, own in cls.pieces(options):
+            prefix = cls.where(piece).removeprefix("method.")
+            decisions = {prefix + name: decision for name, decision in piece.resolve(own, experiment).items()}
+            found = decisions | found  # of parts that share an option the first speaks
+        return found
+
+    @classmethod
+    def opened(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options without those that a rule may decide."""
+        fields = cls.options_class(options).model_fields
+        return {name: value for name, value in options.items() if fields[name].default != AUTO}
+
+    @classmethod
+    def check(cls, experiment: Experiment) -> None:
+        """Refuse (ConfigError) settings that it cannot work with."""
+        options = cls.options_class(experiment.method.options)(**experiment.method.options)
+        for piece, own in cls.pieces(options):
+            piece.check(own, experiment, cls.where(piece))
+
+    @classmethod
+    def told(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that sites are told: not those of parts that are the server's own."""
+        own: set[str] = set()
+        for entry in cls.choices():
+            parts = [part for part in entry.parts.values() if part is not None]
+            if any(part.server_only for part in parts):
+                own |= {entry.option, *(name for part in parts for name in part.Options.model_fields)}
+        return {name: value for name, value in options.items() if name not in own}
+
+    @classmethod
+    def made(cls, task: Task) -> Method:
+        """The method that the task's experiment names."""
+        return cls(task)
+
+    # ---- at work
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        values = task.experiment.method.options
+        self.options: Any = self.options_class(values)(**values)
+        (head, head_options), *pieces = self.pieces(self.options)
+        assert issubclass(head, Head)
+        self.network_head = head(task, head_options)
+        names = frozenset(piece.name for piece, _ in pieces)
+        self.list: list[Part] = [
+            piece(task, own, names - {piece.name}) for piece, own in pieces if issubclass(piece, Part)
+        ]
+        self.mean: Any = next(part for part in self.list if "average" in part.jobs)
+
+    def part(self, kind: type[P]) -> P:
+        return next(part for part in self.list if isinstance(part, kind))
+
+    @property
+    def private(self) -> bool:
+        """Whether clients know their own classes only."""
+        return bool(self.mean.private)
+
+    def model(self) -> Network:
+        backbone = build_backbone(self.task.experiment.model, self.task.sample_shape, self.task.seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(self.task.seed, "head"))
+            return self.network_head.build(backbone)
+
+    def bind(self, model: Network, weights: FlatWeights) -> None:
+        for part in self.list:
+            part.bind(model, weights)
+
+    def receive(self, weights: FlatWeights, message: Message) -> None:
+        """Put what the server sent into the model."""
+        weights.load(message.tensors)
+        self._received = message.tensors
+
+    def predict(self, model: Network, images: Tensor, known: Tensor | None = None) -> Tensor:
+        """Probabilities (batch, classes). `known` targets (1, 0, -1 unknown) help the heads that can use them: such a
+        label is its own probability."""
+        if known is not None and "states" not in self.network_head.gives:
+            raise ConfigError(f"The head '{self.network_head.name}' cannot use known labels; ctran and text-query can.")
+        for part in self.overriding("inputs"):
+            images = part.inputs(images, under(part.name, self._received))
+        scores = self.part(Supervision).probabilities(model(images, known))
+        return scores if known is None else torch.where(known < 0, scores, known.to(scores.dtype))
+
+    def overriding(self, hook: str) -> list[Part]:
+        """The parts that do something there: the others cost nothing a step."""
+        return [part for part in self.list if getattr(type(part), hook) is not getattr(Part, hook)]
+
+    # ---- the server
+
+    @cached_property
+    def opens(self) -> bool:
+        return any("opening" in part.exchanges for part in self.list)
+
+    @cached_property
+    def closes(self) -> bool:
+        return any("closing" in part.exchanges for part in self.list)
+
+    def exchange(self, round: int) -> str | None:
+        """Round 0 is the opening exchange and the one after the last the closing one: nobody trains in them."""
+        return "opening" if round == 0 else "closing" if round > self.task.rounds else None
+
+    def replying(self, round: int) -> list[Part]:
+        """The parts that a reply is of."""
+        exchange = self.exchange(round)
+        return [part for part in self.list if exchange is None or exchange in part.exchanges]
+
+    def begin(self, peers: Sequence[Peer]) -> None:
+        for part in self.list:
+            part.begin(peers)
+
+    def start(self) -> Tensors:
+        return self.joined({part: part.start() for part in self.list})
+
+    def send(self, state: Tensors, peer: Peer, round: int) -> Message:
+        return Message(self.joined({part: part.send(self.own(part, state), peer, round) for part in self.list}))
+
+    def refuse(self, sent: Message, reply: Message, round: int) -> str | None:
+        """Why a reply cannot be accepted, or None."""
+        expected = {
+            self.key(part, name): like
+            for part in self.replying(round)
+            for name, like in part.expects(self.own(part, sent.tensors), round).items()
+        }
+        return refuse_unlike(expected, reply)
+
+    def merger(self, state: Tensors, round: int) -> Merging:
+        return Merging(self, state, round)
+
+    def deploy(self, state: Tensors) -> Message:
+        """What is needed to predict with the global model."""
+        message = Message(self.own(self.mean, state))
+        for part in self.list:
+            part.deploy(self.own(part, state), message)
+        return message
+
+    def audit(self, memories: Iterable[tuple[Tensors, Tensor]]) -> Records:
+        parts = self.overriding("audit")
+        if not parts:
+            return {}
+        (part,) = parts  # a stream can be read once
+        return part.audit((self.own(part, memory), truth) for memory, truth in memories)
+
+    # ---- names: the average's tensors are the weights themselves, everybody else's are under the part's name
+
+    def key(self, part: Part, name: str) -> str:
+        return name if part is self.mean else f"{part.name}/{name}"
+
+    def own(self, part: Part, tensors: Tensors) -> Tensors:
+        if part is self.mean:
+            return {name: tensor for name, tensor in tensors.items() if "/" not in name}
+        return under(part.name, tensors)
+
+    def joined(self, tensors: Mapping[Part, Tensors]) -> Tensors:
+        return {self.key(part, name): tensor for part, own in tensors.items() for name, tensor in own.items()}
+
+
+class Merging:
+    """All parts' mergers of one round."""
+
+    def __init__(self, method: Method, state: Tensors, round: int) -> None:
+        self.method, self.state = method, state
+        self.mergers: dict[str, Merger] = {}
+        self.parts = method.replying(round)
+        for part in self.parts:
+            merger = part.merger(method.own(part, state), round, self.mergers)
+            if merger is not None:
+                self.mergers[part.name] = merger
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        weights = self.method.own(self.method.mean, reply.tensors)
+        for part in self.parts:
+            if part.name in self.mergers:
+                own = weights | self.method.own(part, reply.tensors)
+                self.mergers[part.name].add(peer, Message(own, reply.numbers))
+
+    def result(self) -> tuple[Tensors, Records]:
+        """The next state, and the round's records. The weights come first: other parts may improve on them."""
+        method, records = self.method, Records()
+        merged = method.own(method.mean, self.state)
+        states = {part: method.own(part, self.state) for part in method.list}
+        for part in sorted(self.parts, key=lambda part: part is not method.mean):
+            if part.name in self.mergers:
+                own, written = self.mergers[part.name].result(merged)
+                records |= written
+                if part is method.mean:
+                    merged |= own
+                else:
+                    states[part] = own
+        return method.joined(states | {method.mean: merged}), records

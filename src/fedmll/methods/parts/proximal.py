@@ -1,0 +1,25 @@
+"""The proximal term of FedProx (Li et al., 2020, Eq. 2): μ/2 ‖w − w_g‖² over the parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedmll.client import Work
+from fedmll.methods.contract import Part, PartOptions, option
+
+
+class Proximal(Part):
+    name = "proximal"
+
+    class Options(PartOptions):
+        mu: float = option(0.01, "μ: how strongly weights are held at the round's start (Eq. 2)", ge=0)
+
+    def prepare(self, work: Work) -> list[Tensor]:
+        """w_g."""
+        return [parameter.detach().clone() for parameter in work.client.weights.parameters]
+
+    def adjust(self, work: Work, start: list[Tensor]) -> None:
+        """The term's gradient, μ (w − w_g)."""
+        for parameter, origin in zip(work.client.weights.parameters, start, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - origin, alpha=self.options.mu)

@@ -1,0 +1,81 @@
+"""The list that a method is: which head, which parts, and whether they can work together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fedmll import registry
+from fedmll.errors import ConfigError
+from fedmll.methods.contract import Head, Part, Piece, option
+
+JOBS = {
+    "targets": "how targets are taught",
+    "unknown": "how unknown targets are taught",
+    "views": "which views the network sees",
+    "average": "how the weights are averaged",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option of a method that says which part it has, or none: the switches of an ablation."""
+
+    option: str
+    parts: Mapping[Any, type[Part] | None]
+    meaning: str
+
+    @property
+    def field(self) -> tuple[Any, Any]:
+        values = tuple(self.parts)
+        kind = bool if isinstance(values[0], bool) else Literal[values]
+        return kind, option(values[0], self.meaning)
+
+
+def switch(name: str, part: type[Part], meaning: str, otherwise: type[Part] | None = None) -> Choice:
+    """On by default."""
+    return Choice(name, {True: part, False: otherwise}, meaning)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    head: type[Head]
+    parts: tuple[type[Part], ...]  # the average is the last
+
+    @property
+    def pieces(self) -> tuple[type[Piece], ...]:
+        return (self.head, *self.parts)
+
+    def __post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"The part '{name}' is in the method twice.")
+        for job in sorted({job for part in self.parts for job in part.jobs}):
+            rivals = [part.name for part in self.parts if job in part.jobs]
+            if len(rivals) > 1:
+                raise ConfigError(
+                    f"The parts {' and '.join(map(repr, rivals))} cannot work together: {JOBS.get(job, job)} is the "
+                    "job of one part alone. Leave one of them out."
+                )
+        for part in self.parts:
+            lacking = sorted(part.needs - self.head.gives)
+            if lacking:
+                able = sorted(name for name, head in registry.all_of("head").items() if part.needs <= head.gives)
+                raise ConfigError(
+                    f"The part '{part.name}' needs a head with {' and '.join(lacking)}, which '{self.head.name}' has "
+                    f"not; with it go: {', '.join(able)}."
+                )
+        if not any("targets" in part.jobs for part in self.parts):
+            able = sorted(name for name, part in registry.all_of("part").items() if "targets" in part.jobs)
+            raise ConfigError(f"No part says how targets are taught; add one of {', '.join(able)}.")
+
+    @classmethod
+    def of(cls, head: type[Head], parts: Iterable[type[Part]], average: type[Part]) -> Recipe:
+        """With the parts that others stand on, each before the first that needs it."""
+        found: list[type[Part]] = []
+        for part in (*parts, average):
+            found += [needed for needed in part.requires if needed not in found]
+            found.append(part)
+        return cls(head, tuple(found))

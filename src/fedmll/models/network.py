@@ -1,0 +1,42 @@
+"""What a method trains: a backbone and a head. Features and logits are two steps, so that both are computed once."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedmll.models.backbones import Backbone
+
+
+class Network(nn.Module):
+    """`features` are (batch, width), or (batch, classes, width) where every class reads its own."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    @property
+    def width(self) -> int:
+        return self.backbone.width
+
+    def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
+        """`states` (batch, classes) are what is known of the labels (1, 0, -1 unknown), for heads that can use it."""
+        tokens: Tensor = self.backbone(images)
+        return tokens.mean((2, 3))
+
+    def logits(self, features: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, images: Tensor, states: Tensor | None = None) -> Tensor:
+        return self.logits(self.features(images, states))
+
+
+class Classifier(Network):
+    """Mean over the tokens, linear head: what FedAvg and its family train."""
+
+    def __init__(self, backbone: Backbone, classes: int) -> None:
+        super().__init__(backbone)
+        self.head = nn.Linear(backbone.width, classes)
+
+    def logits(self, features: Tensor) -> Tensor:
+        logits: Tensor = self.head(features)
+        return logits
