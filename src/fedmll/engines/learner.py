@@ -100,7 +100,7 @@ class Learner:
             step = Step(work, batch)
             for part in self.shaping:
                 part.shape(step, fixed[part.name])
-            loss = self._loss(step)
+            loss = self.loss(step)
             loss.backward()
             for part in self.adjusting:
                 part.adjust(work, fixed[part.name])
@@ -120,7 +120,7 @@ class Learner:
             )
         return mean, steps
 
-    def _loss(self, step: Step) -> Tensor:
+    def loss(self, step: Step) -> Tensor:
         """The sum of the parts' terms."""
         terms = [part.term(step, step.work.fixed[part.name]) for part in self.teaching]
         first, *others = [term for term in terms if term is not None]

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedmll.data.images.augment import augment
 from fedmll.client import Step, Work
+from fedmll.data.images.augment import augment
 from fedmll.methods.contract import option
 from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.basic import Absent, Supervision
