@@ -27,7 +27,7 @@ CLASSES = ("a", "b", "c")
 
 
 def experiment(**overrides: Any) -> Experiment:
-    """Four clients of composite digits, two rounds, a tiny network, no workers: under a second. Keys as section__key."""
+    """Four clients of composite digits, two rounds, a tiny network: under a second. Keys as section__key."""
     values = {
         "data.limit": 160,
         "partition.clients": 4,
