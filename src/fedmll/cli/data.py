@@ -121,7 +121,7 @@ def pack_data(
     """Pack a folder of images and its CSV into one file, for --data packed:FILE.npz."""
     from fedmll.cli import display
     from fedmll.data.images.pack import pack
-    from fedmll.data.images.reading import Reading
+    from fedmll.settings import Reading
 
     reading = Reading(names_in(classes), names_in(ignore), group, window_in(window), skip_unreadable, by_options=True)
     with display.RunProgress(0) as progress:

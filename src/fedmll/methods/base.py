@@ -23,6 +23,7 @@ from fedmll.errors import ClientError, ConfigError, ReplyRefused
 from fedmll.message import Message, Tensors
 from fedmll.methods import losses
 from fedmll.models.flat import FlatWeights
+from fedmll.registry import register
 from fedmll.seeding import derive
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Method:
                 f"The class {cls.__qualname__} calls itself '{name}', the name of a built-in method; choose another."
             )
         REGISTRY[name] = cls
+        register("method", name)(cls)
 
     def __init__(self, task: Task) -> None:
         self.task = task
