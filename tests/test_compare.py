@@ -20,7 +20,6 @@ import pytest
 from conftest import small
 
 from fedmll.cli import main
-from fedmll.cli.options import parse_value
 from fedmll.errors import CheckpointError, ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
 from fedmll.runs import comparison, grid
@@ -68,7 +67,7 @@ class World:
         (folder / "summary.json").write_text(json.dumps(summary))
 
     def grid(self, methods: str, seeds: list[int], vary: Any = None, tune: Any = None, **rest: Any) -> grid.Grid:
-        variants = [grid.parse_variant(name, parse_value) for name in methods.split(",")]
+        variants = [grid.parse_variant(name) for name in methods.split(",")]
         return grid.Grid(small(), grid.crossed(variants, vary or {}), seeds, self.out, tune, **rest)
 
     def watch(self, cell: Cell) -> Observer:
@@ -98,17 +97,17 @@ def body(found: comparison.Comparison, *metrics: str) -> list[list[str]]:
 
 
 def test_rows_change_settings() -> None:
-    row = grid.parse_variant("fedprox:mu=0.5+weights=equal+training.lr=1e-2", parse_value)
+    row = grid.parse_variant("fedprox:mu=0.5+weights=equal+training.lr=1e-2")
     assert row.label == "fedprox:mu=0.5+weights=equal+training.lr=1e-2"
     assert row.overrides == {
         "method.name": "fedprox", "method.mu": 0.5, "method.weights": "equal", "training.lr": 0.01
     }  # fmt: skip
-    assert grid.parse_variant("fedavg", parse_value).overrides == {"method.name": "fedavg"}
+    assert grid.parse_variant("fedavg").overrides == {"method.name": "fedavg"}
     for wrong in ("fedprox:mu", "fedprox:mu=1+weights"):
         with pytest.raises(ConfigError, match="key=value"):
-            grid.parse_variant(wrong, parse_value)
+            grid.parse_variant(wrong)
     with pytest.raises(ConfigError, match=r"sets method\.mu twice"):
-        grid.parse_variant("fedprox:mu=1+method.mu=2", parse_value)
+        grid.parse_variant("fedprox:mu=1+method.mu=2")
 
 
 def test_vary_makes_a_row_of_every_combination(world: World) -> None:

@@ -10,8 +10,8 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from fedmll.data.images import image_ops
 from fedmll import registry
+from fedmll.data.images import image_ops
 from fedmll.data.images.augment import (
     POOL,
     affine_flip,

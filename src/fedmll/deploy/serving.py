@@ -170,7 +170,7 @@ def told(experiment: Experiment) -> dict[str, Any]:
     """What the sites are told of an experiment: not where the server's data lies, and none of its own settings."""
     own = find(experiment.method.name).server_only
     values: dict[str, Any] = json.loads(
-        experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True, "engine": True})
+        experiment.model_dump_json(exclude_none=True, exclude={"data", "sites", "engine", "plugins"})
     )
     values["method"] = {name: value for name, value in values["method"].items() if name not in own}
     values["partition"].pop("server")
