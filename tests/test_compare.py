@@ -574,3 +574,42 @@ def test_exit_code_1_if_every_run_failed(compare: Callable[..., Said]) -> None:
     said = compare(*QUICK, "--methods", "fedavg:training.lr=1e38", "--seeds", "0")
     assert said.code == 1
     assert "1 of 1 runs failed" in said.out
+
+
+# ---- from Python ----------------------------------------------------------------------------------------------------
+
+
+def test_compare_from_python_is_the_command(world: World) -> None:
+    class Watch(grid.GridObserver):
+        rounds, cells, gone = 0, [], 0  # type: ignore[var-annotated]
+
+        def planned(self, rounds: int) -> None:
+            self.rounds = rounds
+
+        def running(self, cell: Cell) -> None:
+            self.cells.append(str(cell))
+
+        def skipped(self, rounds: int) -> None:
+            self.gone += rounds
+
+    watch = Watch()
+    found = grid.compare(
+        small(), ["fedavg", "fedprox:mu=1"], [0, 1], world.out, against="fedavg", metrics=["macro_auc"], observer=watch
+    )
+    assert (watch.rounds, watch.gone) == (8, 0)
+    assert "fedprox:mu=1, seed 1" in watch.cells
+    text = (world.out / "table.md").read_text()
+    assert text.startswith(repr(found))
+    assert "margin over fedavg" in text
+    assert "fedprox:mu=1" in found._repr_html_() and found._repr_html_().startswith("<table>")
+    assert (world.out / "table.csv").is_file()
+    grid.compare(small(), ["fedavg", "fedprox:mu=1"], [0, 1], world.out, observer=watch)
+    assert watch.gone == 8
+    with pytest.raises(ConfigError, match="no metric 'macro_acu'"):
+        grid.compare(small(), ["fedavg"], [0], world.out, metrics=["macro_acu"])
+
+
+def test_without_a_folder_the_figures_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = grid.compare(small(training__rounds=1), ["fedavg"], [0])
+    assert len(found.finished) == 1
+    assert not found.finished[0].folder.exists()
