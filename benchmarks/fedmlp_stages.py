@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from fedmll import Experiment, run
-from fedmll.cli.display import RunProgress, console, markdown
+from fedmll.cli.display import RunProgress
+from fedmll.cli.tables import console
 from fedmll.client import Client
 from fedmll.data import federation
 from fedmll.message import Message, Tensors
 from fedmll.methods.fedmlp import FedMLP
-from fedmll.runs.comparison import mean_and_spread
+from fedmll.runs.comparison import markdown, mean_and_spread
 
 METRICS = ("bacc", "auc", "map")
 TRUTH: dict[str, Tensor] = {}  # client → its true targets; worker processes inherit it

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from fedmll.analysis import correlation_picture as picture
-from fedmll.cli.display import console, markdown
+from fedmll.cli.tables import console
 from fedmll.data import federation
 from fedmll.experiment import Experiment
-from fedmll.runs.comparison import mean_and_spread
+from fedmll.runs.comparison import markdown, mean_and_spread
 
 
 def main() -> None:

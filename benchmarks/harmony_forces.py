@@ -19,12 +19,13 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from fedmll import Experiment
-from fedmll.cli.display import console, markdown
+from fedmll.cli.tables import console
 from fedmll.client import Batch, Client
 from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.message import Message
 from fedmll.methods.fedharmony import FedHarmony
+from fedmll.runs.comparison import markdown
 
 BATCHES = 4
 

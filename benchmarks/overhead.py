@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from torch.nn import functional as F
 
-from fedmll.cli.display import plain_table
+from fedmll.cli.tables import plain_table
 from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.experiment import Experiment

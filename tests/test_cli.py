@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,17 @@ def test_methods_data_and_help(fedmll) -> None:  # type: ignore[no-untyped-def]
     page = fedmll("run", "--help")
     assert page.code == 0
     assert "--set" in page.out
+
+
+def test_version_short_help_and_completion(fedmll) -> None:  # type: ignore[no-untyped-def]
+    assert fedmll("--version").out == f"fedmll {version('fedmll')}\n"
+    for words in ([], ["run"], ["compare"], ["data"], ["data", "describe"], ["keys", "init"], ["server"], ["join"]):
+        page = fedmll(*words, "-h")
+        assert page.code == 0
+        assert "Usage" in page.out
+    assert "--install-completion" in fedmll("-h").out
+    for words in (["run"], ["compare"], ["methods"], ["data", "list"], ["data", "describe"], ["server"], ["join"]):
+        assert "--plugin" in fedmll(*words, "-h").out
 
 
 def test_describe_counts_and_draws(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -20,7 +20,6 @@ import pytest
 from conftest import small
 
 from fedmll.cli import main
-from fedmll.cli.options import parse_value
 from fedmll.errors import CheckpointError, ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
 from fedmll.runs import comparison, grid
@@ -68,7 +67,7 @@ class World:
         (folder / "summary.json").write_text(json.dumps(summary))
 
     def grid(self, methods: str, seeds: list[int], vary: Any = None, tune: Any = None, **rest: Any) -> grid.Grid:
-        variants = [grid.parse_variant(name, parse_value) for name in methods.split(",")]
+        variants = [grid.parse_variant(name) for name in methods.split(",")]
         return grid.Grid(small(), grid.crossed(variants, vary or {}), seeds, self.out, tune, **rest)
 
     def watch(self, cell: Cell) -> Observer:
@@ -98,17 +97,17 @@ def body(found: comparison.Comparison, *metrics: str) -> list[list[str]]:
 
 
 def test_rows_change_settings() -> None:
-    row = grid.parse_variant("fedprox:mu=0.5+weights=equal+training.lr=1e-2", parse_value)
+    row = grid.parse_variant("fedprox:mu=0.5+weights=equal+training.lr=1e-2")
     assert row.label == "fedprox:mu=0.5+weights=equal+training.lr=1e-2"
     assert row.overrides == {
         "method.name": "fedprox", "method.mu": 0.5, "method.weights": "equal", "training.lr": 0.01
     }  # fmt: skip
-    assert grid.parse_variant("fedavg", parse_value).overrides == {"method.name": "fedavg"}
+    assert grid.parse_variant("fedavg").overrides == {"method.name": "fedavg"}
     for wrong in ("fedprox:mu", "fedprox:mu=1+weights"):
         with pytest.raises(ConfigError, match="key=value"):
-            grid.parse_variant(wrong, parse_value)
+            grid.parse_variant(wrong)
     with pytest.raises(ConfigError, match=r"sets method\.mu twice"):
-        grid.parse_variant("fedprox:mu=1+method.mu=2", parse_value)
+        grid.parse_variant("fedprox:mu=1+method.mu=2")
 
 
 def test_vary_makes_a_row_of_every_combination(world: World) -> None:
@@ -575,3 +574,42 @@ def test_exit_code_1_if_every_run_failed(compare: Callable[..., Said]) -> None:
     said = compare(*QUICK, "--methods", "fedavg:training.lr=1e38", "--seeds", "0")
     assert said.code == 1
     assert "1 of 1 runs failed" in said.out
+
+
+# ---- from Python ----------------------------------------------------------------------------------------------------
+
+
+def test_compare_from_python_is_the_command(world: World) -> None:
+    class Watch(grid.GridObserver):
+        rounds, cells, gone = 0, [], 0  # type: ignore[var-annotated]
+
+        def planned(self, rounds: int) -> None:
+            self.rounds = rounds
+
+        def running(self, cell: Cell) -> None:
+            self.cells.append(str(cell))
+
+        def skipped(self, rounds: int) -> None:
+            self.gone += rounds
+
+    watch = Watch()
+    found = grid.compare(
+        small(), ["fedavg", "fedprox:mu=1"], [0, 1], world.out, against="fedavg", metrics=["macro_auc"], observer=watch
+    )
+    assert (watch.rounds, watch.gone) == (8, 0)
+    assert "fedprox:mu=1, seed 1" in watch.cells
+    text = (world.out / "table.md").read_text()
+    assert text.startswith(repr(found))
+    assert "margin over fedavg" in text
+    assert "fedprox:mu=1" in found._repr_html_() and found._repr_html_().startswith("<table>")
+    assert (world.out / "table.csv").is_file()
+    grid.compare(small(), ["fedavg", "fedprox:mu=1"], [0, 1], world.out, observer=watch)
+    assert watch.gone == 8
+    with pytest.raises(ConfigError, match="no metric 'macro_acu'"):
+        grid.compare(small(), ["fedavg"], [0], world.out, metrics=["macro_acu"])
+
+
+def test_without_a_folder_the_figures_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = grid.compare(small(training__rounds=1), ["fedavg"], [0])
+    assert len(found.finished) == 1
+    assert not found.finished[0].folder.exists()

@@ -12,22 +12,45 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedmll.errors import FedmllError
     from fedmll.experiment import Experiment
+    from fedmll.methods.contract import Part
+    from fedmll.methods.method import Method
+    from fedmll.registry import register
+    from fedmll.runs.grid import compare
     from fedmll.runs.loop import Observer, Result, resume, run
-
-__all__ = ["Experiment", "FedmllError", "Observer", "Result", "resume", "run"]
+    from fedmll.runs.saved import load_run
 
 _HOME = {
     "Experiment": "experiment",
     "FedmllError": "errors",
+    "Method": "methods.method",
     "Observer": "runs.loop",
+    "Part": "methods.contract",
     "Result": "runs.loop",
+    "compare": "runs.grid",
+    "load_run": "runs.saved",
+    "register": "registry",
     "resume": "runs.loop",
     "run": "runs.loop",
 }
+__all__ = [
+    "Experiment", "FedmllError", "Method", "Observer", "Part", "Result", "__version__", "compare", "load_run",
+    "register", "resume", "run",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Imported at first use: `fedmll --help` does not wait for torch."""
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("fedmll")
+        except PackageNotFoundError:  # a source tree that is not installed
+            return "0+source"
     if name not in _HOME:
         raise AttributeError(f"module 'fedmll' has no attribute '{name}'")
     return getattr(importlib.import_module(f"fedmll.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,167 +7,29 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from fedmll import methods
-from fedmll.data.images.reading import Reading
+from fedmll import registry
 from fedmll.errors import ConfigError, nearest
+from fedmll.settings import (
+    AUTO,
+    Annotation,
+    Data,
+    Engine,
+    MethodSection,
+    Model,
+    Participation,
+    Partition,
+    Section,
+    Sites,
+    Training,
+)
 
 M = TypeVar("M", bound=BaseModel)
-Share = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
-AUTO = "auto"
-COMPOSITE = "ml-"
 DEFAULT_CLIENTS = 10
-SAY_CLIENTS = ("folder", "packed")  # sources that may say which client a sample belongs to
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
-
-
-class Data(Section):
-    """Which images: a source's name, where it lies and how it is read."""
-
-    name: str = "ml-digits"
-    root: Path | None = None  # the folder (or file) that holds the data; for folder: the images
-    size: Count | tuple[Count, Count] | None = None  # images become squares, or [height, width]; default: from the data
-    classes: Names = ()  # of a CSV: the only columns that are classes; default: all that are left
-    ignore: Names = ()  # of a CSV: columns that are no classes
-    group: str | None = None  # the column (packed: array) whose samples stay on one side of every split: the patient
-    window: tuple[float, float] | None = (
-        None  # images of more than 8 bits: what becomes 0 and 255; default: from the data
-    )
-    skip_unreadable: bool = False  # leave out images that are missing or cannot be decoded
-    layout: Literal["quadrants", "side-by-side", "blend"] = "quadrants"  # of ml-… composites
-    singles: Count | Literal["proportional", "all"] = "proportional"  # one-label composites a class
-    pairs: Annotated[int, Field(ge=0)] | Literal["proportional"] = (
-        "proportional"  # two-label composites a pair of classes
-    )
-    top_classes: Count | None = None  # keep only the most frequent classes
-    limit: Count | None = None  # keep only so many training samples (drawn by the seed)
-
-    @model_validator(mode="after")
-    def _anchor(self) -> Data:
-        """Paths become absolute, so that a run can go on from another folder."""
-        if self.root is not None:
-            self.__dict__["root"] = self.root.expanduser().absolute()
-        kind, colon, file = self.name.partition(":")
-        path = Path(file).expanduser()
-        if colon and path.exists():  # else it may lie in the root
-            self.__dict__["name"] = f"{kind}:{path.absolute()}"
-        return self
-
-    @property
-    def source(self) -> str:
-        """The source alone: `cifar10` of `ml-cifar10`, `packed` of `packed:FILE.npz`."""
-        return self.name.removeprefix(COMPOSITE).partition(":")[0]
-
-    @property
-    def composite(self) -> bool:
-        return self.name.startswith(COMPOSITE)
-
-    @property
-    def label(self) -> str:
-        """The name for a person: without the folders of a file."""
-        kind, colon, file = self.name.partition(":")
-        return f"{kind}{colon}{Path(file).name}"
-
-    @property
-    def reading(self) -> Reading:
-        return Reading(self.classes, self.ignore, self.group, self.window, self.skip_unreadable)
-
-    @property
-    def composition(self) -> dict[str, Any]:
-        return self.model_dump(include={"layout", "singles", "pairs"})
-
-
-class Partition(Section):
-    """Which client has which samples."""
-
-    # auto: natural where the data says its clients (a `client` column), else dirichlet; decided when it is loaded
-    kind: Literal["auto", "iid", "dirichlet", "natural", "labels-per-client"] = "auto"
-    clients: Count | None = None  # default 10; natural: a client a group
-    beta: Annotated[float, Field(gt=0)] = 0.5
-    presence: Share = 1.0  # γ: a client shows at most γC classes
-    outside: Literal["drop", "withhold", "negative"] = "drop"  # a sample that fits no client
-    labels_per_client: Count = 2
-    minimum: Count | None = None  # smallest client; default: one batch, or less if there are too few samples
-    # share of its samples that a client keeps for validation; auto: 0.1, or none where the source has validation data
-    holdout: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = "auto"
-    server: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the training samples that the server holds, unlabelled
-
-
-class Annotation(Section):
-    """Which client annotates which classes; the others are unknown there."""
-
-    kind: Literal["none", "missing", "one-class"] = "none"
-    missing: Annotated[int, Field(ge=0)] = 0  # classes that each client does not annotate
-
-
-class Model(Section):
-    backbone: Literal["auto", "convnet", "resnet18", "mlp", "vit"] = "auto"
-    channels: tuple[int, ...] = (32, 64, 128, 128)  # of convnet's blocks, mlp's layers, vit's layers (the last)
-    norm: Literal["batch", "group"] = "batch"
-    stem: Literal["auto", "cifar", "imagenet"] = "auto"  # of resnet18
-    weights: Path | None = None  # initial weights: .safetensors or .pth (resnet18), a folder or hub name (vit)
-
-    @model_validator(mode="after")
-    def _anchor(self) -> Model:
-        if self.weights is not None and self.weights.expanduser().exists():
-            self.__dict__["weights"] = self.weights.expanduser().absolute()
-        return self
-
-
-class Training(Section):
-    rounds: Count = 20
-    local_epochs: Count = 1
-    batch_size: Count = 32
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"  # adam and sgd couple weight decay with the gradient
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of sgd
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    clip: Annotated[float, Field(gt=0)] | None = None  # largest gradient norm
-    loss: Literal["bce", "weighted", "asl"] = "bce"
-    augment: Literal["none", "flip", "shift", "crop-flip", "weak", "jitter", "strong"] = "none"
-    keep: Literal["auto", "last", "best"] = "auto"  # the model of the last round, or of the best on validation data
-
-
-class Participation(Section):
-    fraction: Share = 1.0
-    count: Count | None = None  # clients a round; wins over fraction
-    sampling: Literal["uniform", "size"] = "uniform"
-
-
-class Sites(Section):
-    """A real federation whose server has no data (data.name = "none"): what the clients have."""
-
-    classes: Annotated[tuple[str, ...], Field(min_length=1)]
-    channels: Literal[1, 3] = 3
-
-
-class Engine(Section):
-    """How it runs here. Nothing in this section changes a result."""
-
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"  # 0: in the calling process
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    checkpoint_every: Count = 1
-    evaluate_every: Count = 1
-
-
-class MethodSection(BaseModel):
-    """The method's name and its own options (`fedmll methods NAME` lists them)."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str = "fedavg"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
 
 
 class Experiment(Section):
@@ -181,45 +43,72 @@ class Experiment(Section):
     participation: Participation = Participation()
     engine: Engine = Engine()
     sites: Sites | None = None
+    plugins: tuple[str, ...] = ()  # files (--plugin); installed packages need not be named
 
     _asked: dict[str, Any] = PrivateAttr(default_factory=dict)  # what was said; the rest is defaults and rules
     _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @field_validator("plugins")
+    @classmethod
+    def _anchor(cls, files: tuple[str, ...]) -> tuple[str, ...]:
+        """Paths become absolute, so that a run can go on from another folder."""
+        return tuple(dict.fromkeys(str(Path(file).expanduser().absolute()) for file in files))
 
     @model_validator(mode="after")
     def _fill_in(self) -> Experiment:
         """Write every default out and decide every "auto" that needs no data, so that the saved file says all; refuse
         what cannot work together."""
-        method = methods.find(self.method.name)
+        for file in self.plugins:
+            registry.load_file(Path(file))
+        method = registry.find("method", self.method.name)
         self.__dict__["method"] = MethodSection(name=self.method.name, **method.named(self.method.options))
         self._asked = self.model_dump(exclude_unset=True)
         options = _validated(method.options_class(self.method.options), self.method.options, "method")
         found = method.resolve(options, self)
         self._notes = tuple(f"method.{name} = {value} ({why})" for name, (value, why) in found.items() if why)
         decided = merged(options.model_dump(), {name: value for name, (value, _) in found.items()})
-        self.__dict__["method"] = MethodSection(name=self.method.name, **decided)
-        features = self.data.source == "features"
+        self.__dict__["method"] = MethodSection(name=self.method.name, **_said(decided))
+        if self.training.keep == AUTO:
+            self.training.keep = method.keep
+        source = registry.all_of("source").get(self.data.source)  # None: the server of a federation may have no data
+        self._check_names(features=source is not None and not source.images)
+        self._check_clients(may_be_natural=source is not None and source.says_clients)
+        _ = self.data.reading  # refuses what is no window, and columns named twice
+        method.check(self)
+        return self
+
+    def _check_names(self, features: bool) -> None:
         if self.model.backbone == AUTO:
             self.model.backbone = "mlp" if features else "convnet"
-        if (self.model.backbone == "mlp") != features:
+        for kind, key, name in (
+            ("backbone", "model.backbone", self.model.backbone),
+            ("partition", "partition.kind", self.partition.kind),
+            ("annotation", "annotation.kind", self.annotation.kind),
+            ("loss", "training.loss", self.training.loss),
+            ("augmentation", "training.augment", self.training.augment),
+        ):
+            try:
+                if (key, name) != ("partition.kind", AUTO):  # the data decides
+                    registry.find(kind, name)
+            except ConfigError as error:
+                raise ConfigError(f"{key}: {error}") from None
+        if (self.model.backbone == "mlp") != features and self.model.backbone not in registry.added("backbone"):
             raise ConfigError(
                 f"model.backbone = '{self.model.backbone}' does not fit data.name = '{self.data.label}': mlp is for "
                 "feature vectors (features:FILE.npz), the other backbones are for images."
             )
+
+    def _check_clients(self, may_be_natural: bool) -> None:
         if self.partition.clients is None and self.partition.kind not in ("natural", AUTO):
             self.partition.clients = DEFAULT_CLIENTS
-        if self.training.keep == AUTO:
-            self.training.keep = method.keep
-        _ = self.data.reading  # refuses what is no window, and columns named twice
         clients, count = self.partition.clients, self.participation.count
-        if clients is None and self.partition.kind == AUTO and self.data.source not in SAY_CLIENTS:
+        if clients is None and self.partition.kind == AUTO and not may_be_natural:
             clients = DEFAULT_CLIENTS
         if clients and count and count > clients:
             raise ConfigError(
                 f"participation.count = {count} is more than partition.clients = {clients}; lower it, or leave it "
                 "out for all clients."
             )
-        method.check(self)
-        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Experiment) and self.model_dump() == other.model_dump()
@@ -261,7 +150,7 @@ class Experiment(Section):
             key
             for key in sorted(ours.keys() | theirs.keys())
             if not key.startswith("engine.")
-            and key != "data.root"
+            and key not in ("data.root", "plugins")
             and ours.get(key) not in (None, AUTO)
             and ours[key] != theirs.get(key)
         ]
@@ -269,7 +158,7 @@ class Experiment(Section):
     def depends_on_rounds(self, rounds: int) -> dict[str, tuple[Any, Any]]:
         """The method's options that a rule set from the number of rounds, and what it would give for another number:
         (now, then)."""
-        method = methods.find(self.method.name)
+        method = registry.find("method", self.method.name)
         left = method.opened(self.method.options)
         open_options = method.options_class(left)(**left)
         now = method.resolve(open_options, self)
@@ -285,9 +174,10 @@ class Experiment(Section):
         return tomli_w.dumps(json.loads(self.model_dump_json(exclude_none=True)))
 
     def fingerprint(self) -> str:
-        """What the weights of a round depend on, as a hash: not the engine, not where the data lies (its contents have
-        a digest of their own), not how many rounds follow."""
-        values = self.model_dump(mode="json", exclude={"engine": True, "data": {"root"}, "training": {"rounds"}})
+        """What the weights of a round depend on, as a hash: not the engine, not where the data and the plug-ins lie
+        (their contents have digests of their own), not how many rounds follow."""
+        without: Any = {"engine": True, "plugins": True, "data": {"root"}, "training": {"rounds"}}
+        values = self.model_dump(mode="json", exclude=without)
         values["data"]["name"] = self.data.label
         if values["sites"] is None:
             del values["sites"]
@@ -305,6 +195,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a TOML file: {error}.") from None
 
 
+def parse_value(text: str) -> Any:
+    """As in a TOML file; what is not TOML is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with `section.key` overrides put in."""
     result: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
@@ -317,6 +215,11 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
                 raise ConfigError(f"'{path}' cannot be set: '{name}' is a value, not a section.")
         place[key] = value
     return result
+
+
+def _said(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is None, in tables too: TOML has no word for it."""
+    return {k: _said(v) if isinstance(v, Mapping) else v for k, v in values.items() if v is not None}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def derive(seed: int, *purpose: str | int) -> int:
@@ -20,4 +23,6 @@ def numpy_generator(seed: int, *purpose: str | int) -> np.random.Generator:
 
 def torch_generator(seed: int, *purpose: str | int) -> torch.Generator:
     """A generator on the CPU: the same draws whatever the device."""
+    import torch  # here: data sources are listed without it
+
     return torch.Generator().manual_seed(derive(seed, *purpose))

@@ -10,10 +10,10 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
+from fedmll import registry
 from fedmll.data.images import image_ops
 from fedmll.data.images.augment import (
     POOL,
-    RECIPES,
     affine_flip,
     augment,
     colour_jitter,
@@ -218,7 +218,7 @@ def test_every_strong_operation_keeps_shape_and_range(name: str) -> None:
 # --- the recipes
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", registry.all_of("augmentation"))
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_recipe_keeps_shape_range_and_input_and_repeats_with_its_seed(recipe: str, channels: int) -> None:
     images = pictures(channels, height=8, width=8)
@@ -233,7 +233,7 @@ def test_a_recipe_keeps_shape_range_and_input_and_repeats_with_its_seed(recipe: 
     assert torch.equal(images, before)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", registry.all_of("augmentation"))
 def test_draws_depend_on_the_generator_alone(recipe: str) -> None:
     """After different pictures the generator is in the same state; torch's global one plays no part."""
     used = []

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from fedmll.data.images.decode import EncodedImages, decode_image, decoded_images, resized, scaled
-from fedmll.data.images.reading import Reading
 from fedmll.errors import ConfigError, DataError
+from fedmll.settings import Reading
 
 
 @pytest.fixture(autouse=True)

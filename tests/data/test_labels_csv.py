@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from fedmll.data.images.labels_csv import LabelTable, read_labels
-from fedmll.data.images.reading import Reading
 from fedmll.errors import ConfigError, DataError
+from fedmll.settings import Reading
 
 
 def table_of(folder: Path, text: str, reading: Reading | None = None, images: int = 6) -> LabelTable:

@@ -14,7 +14,6 @@ from fedmll import run
 from fedmll.cli.main import app
 from fedmll.data import federation
 from fedmll.data.images.pack import pack
-from fedmll.data.images.reading import Reading
 from fedmll.data.sources import load
 from fedmll.deploy import site
 from fedmll.deploy.site import Site
@@ -22,6 +21,7 @@ from fedmll.deploy.site_worker import recall_site, remember_site
 from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
 from fedmll.runs.loop import resume
+from fedmll.settings import Reading
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
 

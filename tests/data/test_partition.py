@@ -462,7 +462,7 @@ def test_single_labels_are_never_dropped_and_shared_evenly_by_their_owners() -> 
         ({"minimum": 11}, "partition.minimum", "to 10 or less"),
         ({"minimum": 0}, "partition.minimum", "1 or more"),
         ({"outside": "dorp"}, "partition.outside", "did you mean 'drop'?"),
-        ({"kind": "dirichelet"}, "partition.kind", "did you mean 'dirichlet'?"),
+        ({"kind": "dirichelet"}, "There is no partition 'dirichelet'", "did you mean 'dirichlet'?"),
         ({"kind": "labels-per-client", "labels_per_client": 11}, "partition.labels_per_client", "use 1 to 10"),
         ({"kind": "labels-per-client", "labels_per_client": 1}, "partition.labels_per_client", "to 2 or more"),
         ({"kind": "natural"}, "partition.kind", "`client` column"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,48 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from fedmll.cli.options import (
-    OWN,
-    Backbone,
-    Clients,
-    DataName,
-    Device,
-    File,
-    Published,
-    Root,
-    Rounds,
-    Set,
-    SkipUnreadable,
-    Workers,
-    experiment_from,
-    fresh_folder,
-    parse_value,
-    stoppable,
-)
+from fedmll.cli.options import OWN, Asked, asks, fresh_folder, stoppable
 from fedmll.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedmll.runs.comparison import Comparison, Table
+    from fedmll.runs.comparison import Comparison
 
 
 def register(app: typer.Typer) -> None:
     app.command()(compare)
 
 
+@asks("data", "root", "backbone", "clients", "rounds", "workers", "device", "skip_unreadable", published=True)
 def compare(
-    file: File = None,
-    method_names: Annotated[
+    asked: Asked,
+    methods: Annotated[
         str, typer.Option("--methods", help="Names, comma-separated; options as fedprox:mu=0.1+weights=equal.")
     ] = "centralized,fedavg,fedavg-pl,fedprox",
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated.")] = "0,1,2",
-    data: DataName = None,
-    root: Root = None,
-    backbone: Backbone = None,
-    clients: Clients = None,
-    rounds: Rounds = None,
-    workers: Workers = None,
-    device: Device = None,
-    skip_unreadable: SkipUnreadable = False,
     out: Annotated[Path | None, typer.Option("--out", help="The grid's folder. The same one again: goes on.")] = None,
     tune: Annotated[
         list[str] | None,
@@ -74,76 +49,47 @@ def compare(
         str | None, typer.Option("--against", help="A row: also show the margins over it, paired by seed.")
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed before.")] = False,
-    settings: Set = None,
-    as_published: Published = None,
 ) -> None:
     """Compare methods over seeds on the same data: mean ± std in the terminal, table.md and table.csv.
 
     A run that fails does not stop the others: the table says so. Exit code 1: every run failed.
     """
-    from fedmll.cli import display
+    if asked.published == OWN:
+        raise ConfigError("In a comparison all rows train alike: say whose paper, for example --as-published fedmlp.")
+    numbers, tuned, varied = parse_seeds(seeds), parse_values("--tune", tune), parse_values("--vary", vary)
+    base = asked.experiment()
+    from fedmll.cli.display import RunProgress
     from fedmll.runs import comparison, grid
 
-    if as_published == OWN:
-        raise ConfigError("In a comparison all rows train alike: say whose paper, for example --as-published fedmlp.")
-    columns = parse_metrics(metrics) if metrics else list(comparison.SHOWN)
-    numbers, tuned, varied = parse_seeds(seeds), parse_values("--tune", tune), parse_values("--vary", vary)
-    base = experiment_from(
-        file,
-        {
-            "data.name": data,
-            "data.root": root,
-            "data.skip_unreadable": skip_unreadable or None,
-            "model.backbone": backbone,
-            "partition.clients": clients,
-            "training.rounds": rounds,
-            "engine.workers": workers,
-            "engine.device": device,
-        },
-        settings,
-        as_published,
-    )
+    columns = [name.strip() for name in metrics.split(",")] if metrics else comparison.SHOWN
     out = out or fresh_folder(f"compare-{Path(base.data.name).stem}")
-    variants = [grid.parse_variant(name.strip(), parse_value) for name in method_names.split(",")]
-    plan = grid.Grid(base, grid.crossed(variants, varied), numbers, out, tuned, against)
     go_on = f"the same command with --out {out} (what is finished: {out / 'table.md'})"
-    with display.RunProgress(plan.rounds) as progress, stoppable(go_on):
-
-        def watch(cell: comparison.Cell) -> display.RunProgress:
-            progress.label = str(cell)
-            return progress
-
-        try:
-            plan.go(watch, progress.skip, retry_failed)
-        finally:  # what is finished is worth a table, however it ends
-            found = plan.comparison()
-            tables, notes = comparison.tables(found, columns, against), comparison.notes(found, columns)
-            if found.finished or found.failed:
-                write(found, tables, notes, out)
-    show(f"{base.data.label}, {base.training.rounds} rounds, seeds {seeds}; test data, mean ± std", tables, notes)
-    display.console.print(f"tables and every run in {out}", soft_wrap=True)
+    with RunProgress() as progress, stoppable(go_on):
+        found = grid.compare(
+            base,
+            [name.strip() for name in methods.split(",")],
+            numbers,
+            out,
+            tune=tuned,
+            vary=varied,
+            metrics=columns,
+            against=against,
+            retry_failed=retry_failed,
+            observer=progress,
+        )
+    show(f"{base.data.label}, {base.training.rounds} rounds, seeds {seeds}; test data, mean ± std", found, out)
     if not found.finished:
         raise typer.Exit(1)
 
 
-def write(found: Comparison, tables: Sequence[Table], notes: Sequence[str], out: Path) -> None:
-    from fedmll import files
-    from fedmll.cli import display
-    from fedmll.runs import comparison
+def show(title: str, found: Comparison, out: Path) -> None:
+    from fedmll.cli.tables import console, plain_table
 
-    parts = [display.markdown(*table) for table in tables]
-    parts += ["".join(f"- {note}\n" for note in notes)] if notes else []
-    files.write(out / "table.md", "\n".join(parts))
-    comparison.write_csv(found, out / "table.csv")
-
-
-def show(title: str, tables: Sequence[Table], notes: Sequence[str]) -> None:
-    from fedmll.cli import display
-
-    for header, rows in tables:
-        display.console.print(display.plain_table(title, header, [[escape(text) for text in row] for row in rows]))
-    for note in notes:
-        display.console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True, highlight=False)
+    for header, rows in found.tables:
+        console.print(plain_table(title, header, [[escape(text) for text in row] for row in rows]))
+    for note in found.notes:
+        console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True, highlight=False)
+    console.print(f"tables and every run in {out}", soft_wrap=True)
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -158,22 +104,10 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def parse_metrics(text: str) -> list[str]:
-    """Names of metrics, checked before anything runs."""
-    from fedmll.evaluation.pooled import METRICS
-    from fedmll.runs.comparison import COSTS
-
-    known, names = [*METRICS, *COSTS], [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean '{close[0]}'?" if close else "."
-            raise ConfigError(f"There is no metric '{name}' (--metrics){hint} Known: {', '.join(known)}.")
-    return names
-
-
 def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, list[Any]]:
     """section.key → values, each as in a TOML file."""
+    from fedmll.experiment import parse_value
+
     choices: dict[str, list[Any]] = {}
     for text in texts or []:
         key, _, listed = text.partition("=")

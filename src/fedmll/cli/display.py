@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedmll.cli.tables import console, errors, plain_table, say
 from fedmll.data.federation import Federation
 from fedmll.deploy.site import Summary
 from fedmll.experiment import Experiment
-from fedmll.runs.loop import Observer, Result, Row
-
-console = Console()
-errors = Console(stderr=True)
-if not console.is_terminal:
-    console.width = 200  # a file or a pipe has no width: cut no column
-
-HEADLINES = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "micro_f1", "bacc", "accuracy")
+from fedmll.runs.comparison import Cell
+from fedmll.runs.grid import GridObserver
+from fedmll.runs.loop import Result, Row
+from fedmll.runs.shown import headlines, number
 
 # Of the families of averages (metrics.Report.left_out) the two pairs that lose the same classes: their names, and why.
 LEFT_OUT = {
@@ -30,13 +24,15 @@ LEFT_OUT = {
 }
 
 
-class RunProgress(Observer):
-    """One bar over rounds: clients done, the current metric, time left. `label` names the run where there are several.
+class RunProgress(GridObserver):
+    """One bar over rounds: clients done, the current metric, time left; of a comparison over the rounds of all runs.
+    Also in a notebook: `fedmll.run(…, observer=RunProgress())`.
 
     It refreshes on events, without a thread of its own: worker processes are forked from this one."""
 
-    def __init__(self, total_rounds: int, label: str = "") -> None:
-        self.label = label
+    def __init__(self, total_rounds: int | None = None) -> None:
+        """`total_rounds` None: the experiment, or the comparison, says it."""
+        self.label, self.total, self.inside = "", total_rounds, False
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -46,26 +42,35 @@ class RunProgress(Observer):
             TimeRemainingColumn(),
             console=console,
             auto_refresh=False,
-            disable=not console.is_terminal,
+            disable=not (console.is_terminal or console.is_jupyter),
         )
-        self.total = total_rounds
         self.bar = self.progress.add_task("rounds", total=total_rounds, note="", start=False)
         self.data_bar: Any = None
         self.noted: set[str] = set()
         self.metric = ""
 
     def __enter__(self) -> RunProgress:
+        self.inside = True
         self.progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def skip(self, rounds: int) -> None:
+    def planned(self, rounds: int) -> None:
+        self.total = rounds
+        self.progress.update(self.bar, total=rounds)
+
+    def running(self, cell: Cell) -> None:
+        self.label = str(cell)
+
+    def skipped(self, rounds: int) -> None:
         """Rounds that were done before."""
-        self.progress.update(self.bar, total=self.progress.tasks[self.bar].total - rounds)  # type: ignore[operator]
+        if self.total is not None:
+            self.planned(self.total - rounds)
 
     def preparing(self, done: int, total: int, what: str) -> None:
+        self.progress.start()
         if self.data_bar is None:
             self.data_bar = self.progress.add_task(what, total=total, note="")
         self.progress.update(self.data_bar, completed=done, total=total, description=what)
@@ -75,8 +80,11 @@ class RunProgress(Observer):
         if self.data_bar is not None:
             self.progress.remove_task(self.data_bar)
             self.data_bar = None
+        self.progress.start()
         self.progress.start_task(self.bar)
-        self.skip(first_round - 1)
+        if self.total is None:
+            self.planned(experiment.training.rounds)
+        self.skipped(first_round - 1)
         self.progress.update(self.bar, description=self.label or experiment.method.name)
         self.progress.refresh()
 
@@ -96,6 +104,10 @@ class RunProgress(Observer):
             self.noted.add(text)
             console.print(f"[dim]{escape(text)}", highlight=False, soft_wrap=True)
 
+    def finished(self, result: Result) -> None:
+        if not self.inside:
+            self.progress.stop()
+
     def warning(self, text: str) -> None:
         errors.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
@@ -104,14 +116,14 @@ class FederationProgress(RunProgress):
     """A real federation takes its time: say who comes and goes, and a line a round even where there is no terminal."""
 
     def warning(self, text: str) -> None:
-        console.print(escape(text), highlight=False, soft_wrap=True)
+        say(text)
 
     def round_done(self, row: Row) -> None:
         super().round_done(row)
         shown = ("loss", "macro_auc", "map", "macro_f1")
         values = ", ".join(f"{name} {number(row[name], 3)}" for name in shown if name in row)
         line = f"round {row['round']}: {row['clients']} clients, {values}, {row['seconds']:.1f} s"
-        console.print(line, highlight=False, soft_wrap=True)
+        say(line)
 
 
 def site_table(name: str, summary: Summary) -> Table:
@@ -122,21 +134,9 @@ def site_table(name: str, summary: Summary) -> Table:
     return plain_table(title, ("class", "present", "absent", "unknown"), rows)
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
 def result_table(result: Result) -> Table:
-    table = Table(title=f"{result.summary['method']} on {result.summary['data']}, round {result.summary['round']}")
-    table.add_column("metric")
-    table.add_column("test, %", justify="right")
-    for name in HEADLINES:
-        if name in result.metrics:
-            table.add_row(name, number(result.metrics[name]))
-    for name in ("client_mean_auc", "client_worst_auc"):
-        if name in result.metrics:
-            table.add_row(f"{name} [dim](held-out)", number(result.metrics[name]))
-    return table
+    title = f"{result.summary['method']} on {result.summary['data']}, round {result.summary['round']}"
+    return plain_table(title, ("metric", "test, %"), headlines(result))
 
 
 def show_result(result: Result) -> None:
@@ -152,21 +152,3 @@ def show_result(result: Result) -> None:
     console.print(
         f"{result.summary['seconds']:.1f} s, {traffic:.1f} MB sent; results in {result.folder}", soft_wrap=True
     )
-
-
-def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title)
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def options_table(title: str, options: Mapping[str, Any]) -> Table:
-    return plain_table(title, ("option", "default"), [(name, str(value)) for name, value in options.items()])

@@ -6,9 +6,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from fedmll.cli.options import Classes, Group, Ignore, SkipUnreadable, Window, names_in, window_in
+from fedmll.cli.options import (
+    Asked,
+    Classes,
+    Group,
+    Ignore,
+    Plugins,
+    SkipUnreadable,
+    Window,
+    asks,
+    fresh_folder,
+    load_files,
+    names_in,
+    stoppable,
+    window_in,
+)
 from fedmll.errors import ConfigError
 
 keys_app = typer.Typer(help="Certificates and keys of a federation between machines.", no_args_is_help=True)
@@ -26,8 +39,9 @@ def register(app: typer.Typer) -> None:
     app.add_typer(keys_app, name="keys")
 
 
+@asks("method", "rounds", "seed", "skip_unreadable")
 def server(
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", help="The experiment.")] = None,
+    asked: Asked,
     clients: Annotated[str, typer.Option("--clients", help="The clients' names, comma-separated.")] = "",
     min_clients: Annotated[
         int | None, typer.Option("--min-clients", help="Good replies that a round needs. Default: 2.")
@@ -46,30 +60,21 @@ def server(
     simulate: Annotated[
         int | None, typer.Option("--simulate", metavar="K", help="Rehearse with K clients on this machine.")
     ] = None,
-    method: Annotated[str | None, typer.Option("--method", help="A method (see `fedmll methods`).")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", help="How many rounds.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The seed of everything random.")] = None,
-    skip_unreadable: SkipUnreadable = False,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting.")
-    ] = None,
 ) -> None:
     """Run a federation between machines: wait for the clients, train, evaluate. The folder can be resumed.
 
     Examples:  [bold]fedmll server study.toml --clients hospital-a,hospital-b[/]  ·  [bold]fedmll server --simulate 3[/]
     """
-    from fedmll.cli import display, main
+    from fedmll.cli import display
     from fedmll.deploy import rehearsal, serving
 
-    options = {"method.name": method, "training.rounds": rounds, "seed": seed}
-    options["data.skip_unreadable"] = skip_unreadable or None
-    experiment = main.experiment_from(file, options, settings)
-    out = out or main.fresh_folder(f"server-{experiment.method.name}-s{experiment.seed}")
+    experiment = asked.experiment()
+    out = out or fresh_folder(f"server-{experiment.method.name}-s{experiment.seed}")
     host, port = _address(listen or ("127.0.0.1:8000" if insecure or simulate else "0.0.0.0:8000"))
     if insecure:
         display.errors.print(INSECURE)
-    names = tuple(name.strip() for name in clients.split(",") if name.strip())
+    names = names_in(clients)
     played = None
     if simulate is not None:
         from fedmll.deploy.flower.processes import free_port
@@ -89,7 +94,7 @@ def server(
         round_timeout,
         join_timeout,
     )
-    with display.FederationProgress(experiment.training.rounds) as progress, main.stoppable(f"fedmll resume {out}"):
+    with display.FederationProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
         if played is None:
             result = serving.serve(experiment, setting, out, progress)
         else:
@@ -119,15 +124,17 @@ def join(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "auto",
     patience: Annotated[float, typer.Option("--patience", help="Seconds to wait for a server that is away.")] = 3600,
+    plugins: Plugins = None,
 ) -> None:
     """Take part in a federation with your own images: check them, then serve until the run is over.
 
     Example:  [bold]fedmll join federation.example.org:8000 --name hospital-a --csv labels.csv --images scans[/]
     """
-    from fedmll.cli import display, main
+    from fedmll.cli import display
     from fedmll.deploy import joining, keys
     from fedmll.deploy.site import Site, check
 
+    load_files(plugins)
     if data != "folder":
         raise ConfigError(f"--data takes 'folder' (a CSV and a folder of images); it got '{data}'.")
     folder = memory or Path(f"fedmll-{keys.check_name(name)}")
@@ -147,14 +154,14 @@ def join(
         summary = check(site, progress.preparing)
     display.console.print(display.site_table(name, summary))
     for note in summary.notes:
-        display.console.print(escape(note), highlight=False, soft_wrap=True)
+        display.say(note)
     if insecure:
         display.errors.print(INSECURE)
     access = joining.Access(
         server, None if insecure else ca, None if insecure else key or Path(f"keys/{name}.key"), patience
     )
-    with main.stoppable("the same command: nothing is lost"):
-        joining.join(site, access, lambda text: display.console.print(escape(text), highlight=False, soft_wrap=True))
+    with stoppable("the same command: nothing is lost"):
+        joining.join(site, access, display.say)
 
 
 @keys_app.command("init")

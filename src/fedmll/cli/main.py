@@ -9,23 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fedmll.cli import compare, data, federation
+from fedmll.cli import compare, data, federation, methods
 from fedmll.cli.options import (
-    Backbone,
-    Clients,
-    DataName,
+    Asked,
     Device,
-    File,
-    MethodName,
-    Published,
-    Root,
-    Rounds,
-    Seed,
-    Set,
-    SkipUnreadable,
     Track,
     Workers,
-    experiment_from,
+    asks,
     fresh_folder,
     given,
     stoppable,
@@ -38,12 +28,29 @@ if TYPE_CHECKING:
     from fedmll.runs.loop import Observer
 
 app = typer.Typer(
-    help="Federated multi-label learning: simulate federations, compare methods.",
+    help="Federated multi-label learning: simulate federations, compare methods.\n\n"
+    "Completion of names in your shell: [bold]fedmll --install-completion[/]",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        from fedmll import __version__
+
+        print(f"fedmll {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", help="The version, and nothing else.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None: ...
 
 
 def watched(progress: RunProgress, out: Path, track: bool) -> Observer:
@@ -55,44 +62,20 @@ def watched(progress: RunProgress, out: Path, track: bool) -> Observer:
 
 
 @app.command()
+@asks(
+    *("method", "data", "root", "backbone", "clients", "rounds", "seed", "workers", "device", "skip_unreadable"),
+    published=True,
+)
 def run(
-    file: File = None,
-    method: MethodName = None,
-    data: DataName = None,
-    root: Root = None,
-    backbone: Backbone = None,
-    clients: Clients = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    workers: Workers = None,
-    device: Device = None,
-    skip_unreadable: SkipUnreadable = False,
+    asked: Asked,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
-    settings: Set = None,
-    as_published: Published = None,
     track: Track = False,
 ) -> None:
     """Run one experiment: a federation on this machine, a table at the end, a folder that can be resumed.
 
     Examples:  [bold]fedmll run[/]  ·  [bold]fedmll run --method fedprox --data ml-cifar10 --root DATA --rounds 50[/]
     """
-    experiment = experiment_from(
-        file,
-        {
-            "method.name": method,
-            "data.name": data,
-            "data.root": root,
-            "data.skip_unreadable": skip_unreadable or None,
-            "model.backbone": backbone,
-            "partition.clients": clients,
-            "training.rounds": rounds,
-            "seed": seed,
-            "engine.workers": workers,
-            "engine.device": device,
-        },
-        settings,
-        as_published,
-    )
+    experiment = asked.experiment()
     from fedmll.cli import display
     from fedmll.runs import loop
 
@@ -144,27 +127,7 @@ def resume(
 compare.register(app)
 
 
-@app.command("methods")
-def list_methods(name: Annotated[str | None, typer.Argument(help="One method, in full.")] = None) -> None:
-    """The methods; with a name: its paper, its options and the paper's training settings."""
-    from fedmll import methods, registry
-    from fedmll.cli import display
-
-    if name is None:
-        rows = [(known, cls.summary) for known, cls in registry.all_of("method").items()]
-        table = display.plain_table("methods", ("name", "what it does"), rows)
-        table.columns[1].justify = "left"
-        display.console.print(table)
-        return
-    cls = methods.find(name)
-    display.console.print(escape((sys.modules[cls.__module__].__doc__ or cls.summary).strip()), highlight=False)
-    symbols = {option: f" ({symbol})" for symbol, option in cls.symbols.items()}
-    options = {key + symbols.get(key, ""): field.default for key, field in cls.Options.model_fields.items()}
-    display.console.print(display.options_table(escape(f"[method] name = '{name}'"), options))
-    if cls.published:
-        display.console.print(display.options_table("as published (--as-published)", cls.published | cls.unpublished))
-
-
+methods.register(app)
 app.add_typer(data.data_app, name="data")
 federation.register(app)
 
@@ -173,7 +136,7 @@ def main() -> None:
     try:
         app(with_optional_value(sys.argv[1:]))
     except FedmllError as error:
-        from fedmll.cli.display import errors
+        from fedmll.cli.tables import errors
 
         errors.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)

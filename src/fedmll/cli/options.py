@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from fedmll import registry
 from fedmll.errors import ConfigError
 
+if TYPE_CHECKING:
+    from fedmll.experiment import Experiment
+
 File = Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="The experiment; without it, the defaults.")]
-MethodName = Annotated[str | None, typer.Option("--method", help="A method (see `fedmll methods`).")]
-DataName = Annotated[str | None, typer.Option("--data", help="A data source (see `fedmll data list`).")]
 Root = Annotated[Path | None, typer.Option("--root", help="Where the data lies.", show_default=False)]
-Backbone = Annotated[str | None, typer.Option("--backbone", help="convnet, resnet18, vit; mlp for feature vectors.")]
-Clients = Annotated[int | None, typer.Option("--clients", help="How many clients.")]
-Rounds = Annotated[int | None, typer.Option("--rounds", help="How many rounds.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="The seed of everything random.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="Worker processes; 0: in this process. Default: cores.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or auto.")]
+SkipUnreadable = Annotated[
+    bool, typer.Option("--skip-unreadable", help="Leave out images that are missing or cannot be decoded.")
+]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting, e.g. training.lr=3e-4.")
 ]
-SkipUnreadable = Annotated[
-    bool, typer.Option("--skip-unreadable", help="Leave out images that are missing or cannot be decoded.")
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option("--plugin", metavar="FILE.py", help="Python code with methods, data, … of your own; repeatable."),
 ]
 Classes = Annotated[str | None, typer.Option("--classes", help="Use only these columns, comma-separated.")]
 Ignore = Annotated[str | None, typer.Option("--ignore", help="Columns that are no classes, comma-separated.")]
@@ -49,21 +52,93 @@ Published = Annotated[
 ]
 OWN = "own"  # --as-published without a name: the paper of the method that is run
 
+# An option that is a setting: which, and how it is shown
+SETTINGS: dict[str, tuple[str, Any]] = {
+    "method": ("method.name", Annotated[str | None, typer.Option(help="A method (see `fedmll methods`).")]),
+    "data": ("data.name", Annotated[str | None, typer.Option(help="A data source (see `fedmll data list`).")]),
+    "root": ("data.root", Root),
+    "backbone": (
+        "model.backbone",
+        Annotated[str | None, typer.Option(help="convnet, resnet18, vit; mlp for feature vectors.")],
+    ),
+    "clients": ("partition.clients", Annotated[int | None, typer.Option(help="How many clients.")]),
+    "rounds": ("training.rounds", Annotated[int | None, typer.Option(help="How many rounds.")]),
+    "seed": ("seed", Annotated[int | None, typer.Option(help="The seed of everything random.")]),
+    "workers": ("engine.workers", Workers),
+    "device": ("engine.device", Device),
+    "skip_unreadable": ("data.skip_unreadable", SkipUnreadable),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line says of an experiment."""
+
+    file: Path | None
+    options: dict[str, Any]  # section.key → value
+    settings: list[str] | None  # --set
+    plugins: list[Path] | None
+    published: str | None = None
+
+    def experiment(self) -> Experiment:
+        """The file's values, then the options, then --set; published settings only where none of them speaks."""
+        from fedmll.experiment import Experiment, merged, read_toml
+
+        values = {} if self.file is None else read_toml(self.file)
+        values = merged(values, given(**self.options) | parse_settings(self.settings))
+        if self.plugins:
+            load_files(self.plugins)  # before a published method is looked for
+            values["plugins"] = [*values.get("plugins", []), *map(str, self.plugins)]
+        if self.published is not None:
+            values = as_published(self.published, values)
+        return Experiment.make(values)
+
+
+def asks(*names: str, published: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command FILE.toml, these options of SETTINGS, --set and --plugin; they arrive as its `asked`."""
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        shared: dict[str, tuple[Any, Any]] = {"file": (File, None)}
+        shared |= {name: (SETTINGS[name][1], False if name == "skip_unreadable" else None) for name in names}
+        shared |= {p.name: (p.annotation, p.default) for p in own if p.name != "asked"}
+        shared |= {"settings": (Set, None), "plugins": (Plugins, None)}
+        shared |= {"as_published": (Published, None)} if published else {}
+
+        def called(**said: Any) -> None:
+            options = {SETTINGS[name][0]: said.pop(name) for name in names}
+            if not options.get("data.skip_unreadable"):  # not said
+                options.pop("data.skip_unreadable", None)
+            rest = (said.pop("settings"), said.pop("plugins"), said.pop("as_published", None))
+            command(asked=Asked(said.pop("file"), options, *rest), **said)
+
+        # what Typer reads a command's options from
+        called.__annotations__ = {name: annotation for name, (annotation, _) in shared.items()}
+        called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+                for name, (annotation, default) in shared.items()
+            ]
+        )
+        called.__name__, called.__doc__ = command.__name__, command.__doc__
+        return called
+
+    return wrap
+
 
 def given(**options: Any) -> dict[str, Any]:
     """The options that were given."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def parse_value(text: str) -> Any:
-    """As in a TOML file; what is not TOML is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+def load_files(plugins: list[Path] | None) -> None:
+    for file in plugins or []:
+        registry.load_file(file.expanduser().absolute())
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:
+    from fedmll.experiment import parse_value
+
     values = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
@@ -84,28 +159,13 @@ def with_optional_value(words: list[str], option: str = "--as-published") -> lis
     return filled
 
 
-def experiment_from(
-    file: Path | None, options: dict[str, Any], settings: list[str] | None, published: str | None = None
-) -> Any:
-    """The file's values, then the options, then --set; published settings only where none of them speaks."""
-    from fedmll.experiment import Experiment, merged, read_toml
-
-    values = {} if file is None else read_toml(file)
-    overrides = {key: value for key, value in options.items() if value is not None} | parse_settings(settings)
-    values = merged(values, overrides)
-    if published is not None:
-        values = as_published(published, values)
-    return Experiment.make(values)
-
-
 def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
     """The values with what a paper says where they say nothing; what it says and cannot be set here is named."""
-    from fedmll import methods, registry
-    from fedmll.cli import display
+    from fedmll.cli.tables import errors
     from fedmll.experiment import merged
 
     name = str(values.get("method", {}).get("name", "fedavg")) if whose == OWN else whose
-    method = methods.find(name)
+    method = registry.find("method", name)
     if not method.published:
         known = ", ".join(known for known, cls in registry.all_of("method").items() if cls.published)
         raise ConfigError(f"'{name}' has no published settings of its own; say whose: --as-published {known}.")
@@ -123,7 +183,7 @@ def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
     if clients is not None and added.get("participation.count", 0) > clients:
         missing["participation.count"] = f"{added.pop('participation.count')} clients a round; there are {clients}"
     for key, what in missing.items():
-        display.errors.print(f"[yellow]not as published:[/] {key}; the paper: {what}", highlight=False, soft_wrap=True)
+        errors.print(f"[yellow]not as published:[/] {key}; the paper: {what}", highlight=False, soft_wrap=True)
     return merged(values, added)
 
 
@@ -154,7 +214,7 @@ def stoppable(hint: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        from fedmll.cli.display import errors
+        from fedmll.cli.tables import errors
 
         errors.print(f"\nStopped. Go on with: [bold]{escape(hint)}[/]", soft_wrap=True)
         raise typer.Exit(130) from None

@@ -5,43 +5,40 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll import registry
 from fedmll.data.dataset import UNKNOWN
-from fedmll.errors import ConfigError, nearest
+from fedmll.errors import ConfigError
+from fedmll.registry import register
 from fedmll.seeding import numpy_generator
 
-KINDS = ("none", "missing", "one-class")
+
+def annotate(kind: str, clients: int, classes: int, seed: int, missing: int = 0) -> NDArray[np.bool_]:
+    """(K, C) True where a client annotates a class; every class is annotated somewhere."""
+    known: NDArray[np.bool_] = registry.find("annotation", kind)(clients, classes, seed, missing)
+    return known
 
 
-def annotate(kind: str, clients: int, classes_count: int, seed: int, missing: int = 0) -> NDArray[np.bool_]:
-    """(K, C) True where a client annotates a class; every class is annotated somewhere.
-
-    none       nothing is withheld (read-only, costs no memory)
-    missing    each client lacks `missing` classes, drawn at random
-    one-class  client i annotates class i alone (i modulo C when there are more clients than classes)
-    """
-    if kind == "none":
-        return np.broadcast_to(np.True_, (clients, classes_count))
-    if kind == "missing":
-        return _missing(clients, classes_count, missing, numpy_generator(seed, "annotate", kind))
-    if kind == "one-class":
-        if clients < classes_count:
-            raise ConfigError(
-                f"annotation.kind = 'one-class' with partition.clients = {clients} leaves class number {clients} "
-                f"(counted from 0) of the {classes_count} annotated by nobody. Raise partition.clients to "
-                f"{classes_count} or more, or choose another annotation.kind."
-            )
-        return np.arange(clients)[:, None] % classes_count == np.arange(classes_count)
-    raise ConfigError(f"annotation.kind = '{kind}' is unknown{nearest(kind, KINDS)}.")
+@register("annotation", "none")
+def all_known(clients: int, classes: int, seed: int, missing: int) -> NDArray[np.bool_]:
+    """Nothing is withheld (read-only, costs no memory)."""
+    return np.broadcast_to(np.True_, (clients, classes))
 
 
-def withhold(labels: NDArray[np.int8], known_row: NDArray[np.bool_]) -> NDArray[np.int8]:
-    """One client's targets with -1 in the classes it does not annotate; the input itself if it annotates all."""
-    if known_row.all():
-        return labels
-    return np.where(known_row, labels, np.int8(UNKNOWN))
+@register("annotation", "one-class")
+def one_class(clients: int, classes: int, seed: int, missing: int) -> NDArray[np.bool_]:
+    """Client i annotates class i alone (i modulo C when there are more clients than classes)."""
+    if clients < classes:
+        raise ConfigError(
+            f"annotation.kind = 'one-class' with partition.clients = {clients} leaves class number {clients} "
+            f"(counted from 0) of the {classes} annotated by nobody. Raise partition.clients to "
+            f"{classes} or more, or choose another annotation.kind."
+        )
+    return np.arange(clients)[:, None] % classes == np.arange(classes)
 
 
-def _missing(clients: int, classes: int, missing: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+@register("annotation", "missing")
+def some_missing(clients: int, classes: int, seed: int, missing: int) -> NDArray[np.bool_]:
+    """Each client lacks `missing` classes, drawn at random."""
     if not 0 <= missing < classes:
         raise ConfigError(
             f"annotation.missing = {missing} is not possible with {classes} classes: each client must annotate at "
@@ -53,6 +50,7 @@ def _missing(clients: int, classes: int, missing: int, rng: np.random.Generator)
             f"enough for all of the {classes} to be known somewhere. Lower annotation.missing to "
             f"{classes - -(-classes // clients)} or less, or raise partition.clients."
         )
+    rng = numpy_generator(seed, "annotate", "missing")
     known = rng.permuted(np.tile(np.arange(classes) >= missing, (clients, 1)), axis=1)
     # A class that nobody got takes the place of one that another client also has: there is always such a one, because
     # the clients know as many classes as there are, counted together, and this one is not among them.
@@ -61,3 +59,10 @@ def _missing(clients: int, classes: int, missing: int, rng: np.random.Generator)
         place = rng.integers(len(shared_client))
         known[shared_client[place], [shared_class[place], orphan]] = False, True
     return known
+
+
+def withhold(labels: NDArray[np.int8], known_row: NDArray[np.bool_]) -> NDArray[np.int8]:
+    """One client's targets with -1 in the classes it does not annotate; the input itself if it annotates all."""
+    if known_row.all():
+        return labels
+    return np.where(known_row, labels, np.int8(UNKNOWN))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll import registry
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN
 from fedmll.data.deal import (
     NOBODY,
-    Deal,
+    Combinations,
     by_owner,
     combinations_of,
     dirichlet,
@@ -22,9 +24,9 @@ from fedmll.data.deal import (
     hand_out,
 )
 from fedmll.errors import ConfigError, DataError, nearest
+from fedmll.registry import register
 from fedmll.seeding import numpy_generator
 
-KINDS = ("iid", "dirichlet", "natural", "labels-per-client")
 OUTSIDE = ("drop", "withhold", "negative")
 
 
@@ -46,47 +48,79 @@ class Partition:
     report: dict[str, int]
 
 
-def partition(
-    labels: NDArray[np.int8],
-    kind: str,
-    clients: int | None,
-    seed: int,
-    *,
-    beta: float = 0.5,
-    presence: float = 1.0,
-    outside: str = "drop",
-    labels_per_client: int = 2,
-    minimum: int = 1,
-    groups: NDArray[np.str_] | None = None,
-) -> Partition:
-    """Deal the N samples of `labels` (1 present, 0 absent, -1 unknown) to clients, the same way for the same seed.
+@dataclass(frozen=True)
+class Request:
+    """What a partition (`@register("partition", NAME)`) is asked.
 
-    `minimum` is the smallest client: samples move from large clients to small ones until it holds, never to a client
-    that may not show them. Natural clients are left as they are: a group's data does not become another group's.
+    labels   (N, C) targets of the samples to divide: 1 present, 0 absent, -1 unknown
+    clients  how many; of `natural` None is a client a group
+    groups   (N,) the client that each sample comes from, if the data says
+    minimum  the smallest client, in samples
+    The rest is the experiment's [partition].
     """
-    _check(labels, kind, clients, outside, minimum)
-    if kind == "natural":
-        return _natural(labels, clients, groups)
-    assert clients is not None  # _check has refused it
-    rng = numpy_generator(seed, "partition", kind, "deal")
-    if kind == "iid":
-        parts = np.array_split(rng.permutation(len(labels)), clients)
-        return Partition(
-            tuple(np.sort(part) for part in parts), _names(clients), _all(clients, labels), labels, _report()
+
+    labels: NDArray[np.int8]
+    kind: str
+    clients: int | None
+    seed: int
+    beta: float = 0.5
+    presence: float = 1.0
+    outside: str = "drop"
+    labels_per_client: int = 2
+    minimum: int = 1
+    groups: NDArray[np.str_] | None = None
+
+    def generator(self, purpose: str) -> np.random.Generator:
+        """Random draws that depend on the seed, the kind and the purpose alone."""
+        return numpy_generator(self.seed, "partition", self.kind, purpose)
+
+
+def partition(labels: NDArray[np.int8], kind: str, clients: int | None, seed: int, **settings: Any) -> Partition:
+    """Deal the N samples of `labels` to clients, the same way for the same seed; `settings` are those of a Request."""
+    divide = registry.find("partition", kind)
+    asked = Request(labels, kind, clients, seed, **settings)
+    if asked.outside not in OUTSIDE:
+        raise ConfigError(f"partition.outside = '{asked.outside}' is unknown{nearest(asked.outside, OUTSIDE)}.")
+    if asked.minimum < 1:
+        raise ConfigError(f"partition.minimum = {asked.minimum} would let a client be empty; it must be 1 or more.")
+    if clients is not None and clients < 1:
+        raise ConfigError(f"partition.clients = {clients} is not possible; it must be 1 or more.")
+    found: Partition = divide(asked)
+    rows = np.concatenate(found.clients)
+    if len(found.names) != len(found.clients) or len(np.unique(rows)) != len(rows):
+        raise ConfigError(
+            f"partition.kind = '{kind}' gives a sample to two clients, or another number of names than of clients. "
+            "Correct its plug-in."
         )
-    combinations = combinations_of(labels)
-    if kind == "dirichlet":
-        most = _most_classes(presence, clients, labels.shape[1])
-        allowed = draw_allowed(combinations, clients, most, numpy_generator(seed, "partition", kind, "allowed"))
-        log_share = dirichlet(allowed, beta, numpy_generator(seed, "partition", kind, "share"))
-    else:
-        _check_labels_per_client(labels_per_client, clients, labels.shape[1])
-        allowed = np.zeros((clients, labels.shape[1]), dtype=bool)
-        room = np.full(clients, labels_per_client)
-        fill_evenly(allowed, room, numpy_generator(seed, "partition", kind, "allowed"))
-        log_share = np.zeros(allowed.shape)
-    deal = hand_out(combinations, allowed, log_share, rng)
-    return _finish(labels, deal, outside, minimum, rng)
+    return found
+
+
+@register("partition", "iid")
+def iid(asked: Request) -> Partition:
+    """Equal shares at random."""
+    clients = _enough(asked)
+    parts = np.array_split(asked.generator("deal").permutation(len(asked.labels)), clients)
+    everything = _all(clients, asked.labels)
+    return Partition(tuple(np.sort(part) for part in parts), _names(clients), everything, asked.labels, _report())
+
+
+@register("partition", "dirichlet")
+def by_dirichlet(asked: Request) -> Partition:
+    """Shares of each class drawn from Dir(β); a client may show at most a share γ of the classes."""
+    clients, combinations = _enough(asked), combinations_of(asked.labels)
+    most = _most_classes(asked.presence, clients, asked.labels.shape[1])
+    allowed = draw_allowed(combinations, clients, most, asked.generator("allowed"))
+    return _dealt(asked, combinations, allowed, dirichlet(allowed, asked.beta, asked.generator("share")))
+
+
+@register("partition", "labels-per-client")
+def by_labels(asked: Request) -> Partition:
+    """Each client may show so many classes."""
+    clients, classes = _enough(asked), asked.labels.shape[1]
+    _check_labels_per_client(asked.labels_per_client, clients, classes)
+    allowed = np.zeros((clients, classes), dtype=bool)
+    fill_evenly(allowed, np.full(clients, asked.labels_per_client), asked.generator("allowed"))
+    return _dealt(asked, combinations_of(asked.labels), allowed, np.zeros(allowed.shape))
 
 
 def round_half_up(share: float, total: int) -> int:
@@ -97,29 +131,22 @@ def round_half_up(share: float, total: int) -> int:
 # What can be asked for
 
 
-def _check(labels: NDArray[np.int8], kind: str, clients: int | None, outside: str, minimum: int) -> None:
-    if kind not in KINDS:
-        raise ConfigError(f"partition.kind = '{kind}' is unknown{nearest(kind, KINDS)}.")
-    if outside not in OUTSIDE:
-        raise ConfigError(f"partition.outside = '{outside}' is unknown{nearest(outside, OUTSIDE)}.")
-    if minimum < 1:
-        raise ConfigError(f"partition.minimum = {minimum} would let a client be empty; it must be 1 or more.")
-    if clients is None and kind != "natural":
-        raise ConfigError(f"partition.kind = '{kind}' needs partition.clients, the number of clients.")
-    if clients is not None and clients < 1:
-        raise ConfigError(f"partition.clients = {clients} is not possible; it must be 1 or more.")
-    if kind == "natural" or clients is None:
-        return
-    if clients > len(labels):
+def _enough(asked: Request) -> int:
+    """The number of clients, if there are samples for so many."""
+    clients, samples, minimum = asked.clients, len(asked.labels), asked.minimum
+    if clients is None:
+        raise ConfigError(f"partition.kind = '{asked.kind}' needs partition.clients, the number of clients.")
+    if clients > samples:
         raise ConfigError(
-            f"partition.clients = {clients} is more than the {len(labels)} training samples, so some clients would "
+            f"partition.clients = {clients} is more than the {samples} training samples, so some clients would "
             "have no data. Lower partition.clients or use more data."
         )
-    if clients * minimum > len(labels):
+    if clients * minimum > samples:
         raise ConfigError(
             f"partition.minimum = {minimum} for each of {clients} clients needs {clients * minimum} samples; there are "
-            f"{len(labels)}. Lower partition.minimum to {len(labels) // clients} or less, or lower partition.clients."
+            f"{samples}. Lower partition.minimum to {samples // clients} or less, or lower partition.clients."
         )
+    return clients
 
 
 def _most_classes(presence: float, clients: int, classes: int) -> int:
@@ -155,14 +182,19 @@ def _check_labels_per_client(count: int, clients: int, classes: int) -> None:
         )
 
 
-def _finish(labels: NDArray[np.int8], deal: Deal, outside: str, minimum: int, rng: np.random.Generator) -> Partition:
-    """Apply the rule for samples that fit no client, then fill up the clients that are too small."""
+def _dealt(
+    asked: Request, combinations: Combinations, allowed: NDArray[np.bool_], log_share: NDArray[np.float64]
+) -> Partition:
+    """Hand the samples out, apply the rule for those that fit no client, then fill up the clients that are too small:
+    samples move there from large ones, never to a client that may not show them."""
+    labels, outside, rng = asked.labels, asked.outside, asked.generator("deal")
+    deal = hand_out(combinations, allowed, log_share, rng)
     owner, allowed = deal.owner, deal.allowed
     unplaceable = np.flatnonzero(deal.misses[deal.combinations.of_sample] > 0)
     if outside == "drop":
         owner[unplaceable] = NOBODY
     dealt = owner.copy()
-    fill_up(deal, minimum, _names(len(allowed)), rng)
+    fill_up(deal, asked.minimum, _names(len(allowed)), rng)
     touched = {"drop": "dropped", "withhold": "withheld", "negative": "negative"}[outside]
     report = _report(**{touched: len(unplaceable), "moved_for_minimum": int((owner != dealt).sum())})
     if outside != "drop" and len(unplaceable):
@@ -173,8 +205,11 @@ def _finish(labels: NDArray[np.int8], deal: Deal, outside: str, minimum: int, rn
     return Partition(tuple(deal.hands()), _names(len(allowed)), allowed, labels, report)
 
 
-def _natural(labels: NDArray[np.int8], clients: int | None, groups: NDArray[np.str_] | None) -> Partition:
-    """A client a group; with fewer clients than groups, whole groups dealt to clients so that sizes are about even."""
+@register("partition", "natural")
+def natural(asked: Request) -> Partition:
+    """A client a group; with fewer clients than groups, whole groups dealt to clients so that sizes are about even.
+    The clients are left as they are, however small: a group's data does not become another group's."""
+    labels, clients, groups = asked.labels, asked.clients, asked.groups
     if groups is None:
         raise ConfigError(
             "partition.kind = 'natural' needs data that says where each sample comes from (a `client` column in the "

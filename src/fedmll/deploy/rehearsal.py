@@ -97,6 +97,7 @@ def join_command(rehearsal: Rehearsal, name: str, server: str, insecure: bool) -
     command = [sys.executable, "-m", "fedmll", "join", server, "--name", name]
     command += ["--csv", str(folder / "labels.csv"), "--images", str(folder / "images")]
     command += ["--memory", str(folder / "memory"), "--patience", "120"]
+    command += [word for file in rehearsal.experiment.plugins for word in ("--plugin", file)]
     if insecure:
         return [*command, "--insecure"]
     return [*command, "--ca", str(rehearsal.keys / "ca.crt"), "--key", str(rehearsal.keys / f"{name}.key")]

@@ -168,7 +168,7 @@ def settled(experiment: Experiment, shape: tuple[int, ...]) -> Experiment:
 def told(experiment: Experiment) -> dict[str, Any]:
     """What the sites are told of an experiment: not where the server's data lies, and none of its own settings."""
     values: dict[str, Any] = json.loads(
-        experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True, "engine": True})
+        experiment.model_dump_json(exclude_none=True, exclude={"data", "sites", "engine", "plugins"})
     )
     name = values["method"].pop("name")
     values["method"] = {"name": name} | find(name).told(values["method"])

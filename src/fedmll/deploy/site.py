@@ -14,10 +14,11 @@ from fedmll.data.federation import split_off
 from fedmll.data.images.cache import Progress, silent
 from fedmll.data.images.decode import Size, as_8_bit, finish, look_at, open_image, window_note, work_through
 from fedmll.data.images.labels_csv import LabelTable, read_labels
-from fedmll.data.images.reading import Reading, left_out, readable
+from fedmll.data.images.reading import left_out, readable
 from fedmll.data.sources import folder
 from fedmll.data.targets import TEST, TRAIN
 from fedmll.errors import DataError, nearest
+from fedmll.settings import Reading
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll import registry
 from fedmll.errors import DataError
+from fedmll.registry import register
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -102,7 +104,13 @@ def evaluate(
     shares |= {"precision": least.precision, "recall": least.recall}
     per_class: dict[str, NDArray[Any]] = {name: 100 * share for name, share in shares.items()}
     per_class |= {"positives": above.positives.astype(np.int64), "known": above.known.astype(np.int64)}
-    return Report({name: 100 * float(value) for name, value in values.items()}, per_class, left_out)
+    report = Report({name: 100 * float(value) for name, value in values.items()}, per_class, left_out)
+    for name, metric in registry.added("metric").items():
+        found = metric(scores, targets)
+        report.values[name], share = found if isinstance(found, tuple) else (found, None)
+        if share is not None:
+            report.per_class[name] = np.asarray(share)
+    return report
 
 
 def best_thresholds(scores: NDArray[np.floating], targets: NDArray[np.int8]) -> Floats:
@@ -135,6 +143,7 @@ def best_thresholds(scores: NDArray[np.floating], targets: NDArray[np.int8]) -> 
     return best
 
 
+@register("metric", "accuracy")
 def accuracy(scores: NDArray[np.floating], targets: NDArray[np.int8]) -> tuple[float, Floats]:
     """Top-1 accuracy and the accuracy of each class (C,), in percent, for single-label data (softmax).
 
@@ -314,6 +323,21 @@ def _checked(
 def _mean(shares: Floats) -> float:
     defined = shares[~np.isnan(shares)]
     return float(defined.mean()) if len(defined) else float("nan")
+
+
+def _built_in(name: str) -> None:
+    """Under its name alone it is computed like the others, all together, and costs as much as all of them."""
+
+    @register("metric", name)
+    def metric(scores: NDArray[np.floating], targets: NDArray[np.int8]) -> float:
+        return evaluate(scores, targets, [str(column) for column in range(scores.shape[1])]).values[name]
+
+
+for _name in (
+    *("macro_auc", "micro_auc", "macro_f1", "micro_f1", "c_ap", "c_p", "c_r", "c_f1", "o_ap", "o_p", "o_r", "o_f1"),
+    *("bacc", "auc", "map", "hamming"),
+):
+    _built_in(_name)
 
 
 def _harmonic(precision: float, recall: float) -> float:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedmll import registry
 from fedmll.client import Step, Work
-from fedmll.data.images.augment import augment
 from fedmll.methods.contract import option
 from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.basic import Absent, Supervision
@@ -49,7 +49,7 @@ class PriorAdjusted(Staged, Supervision):
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, where: str) -> None:
-        augment(torch.zeros(1, 1, 2, 2), options.view, torch.Generator())
+        registry.find("augmentation", options.view)
 
     def prepare(self, work: Work) -> Any:
         annotated, labels = (work.client.targets >= 0).any(0), work.targets

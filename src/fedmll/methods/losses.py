@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LossName = Literal["bce", "weighted", "asl"]
+from fedmll import registry
+from fedmll.registry import register
 
 
-def entrywise(name: LossName, logits: Tensor, targets: Tensor, positive_weight: Tensor | None = None) -> Tensor:
+def entrywise(name: str, logits: Tensor, targets: Tensor, positive_weight: Tensor | None = None) -> Tensor:
     """`targets` are 0 or 1 as floats; `positive_weight` (C,) is for `weighted`."""
-    if name == "asl":
-        return asymmetric(logits, targets)
-    weight = positive_weight if name == "weighted" else None
-    return F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weight, reduction="none")
+    found: Tensor = registry.find("loss", name)(logits, targets, positive_weight)
+    return found
 
 
+@register("loss", "bce")
+def cross_entropy(logits: Tensor, targets: Tensor, positive_weight: Tensor | None = None) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+
+
+@register("loss", "weighted")
+def weighted(logits: Tensor, targets: Tensor, positive_weight: Tensor | None = None) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, targets, pos_weight=positive_weight, reduction="none")
+
+
+@register("loss", "asl")
 def asymmetric(
-    logits: Tensor, targets: Tensor, gamma_negative: float = 4, gamma_positive: float = 1, clip: float = 0.05
+    logits: Tensor,
+    targets: Tensor,
+    positive_weight: Tensor | None = None,
+    gamma_negative: float = 4,
+    gamma_positive: float = 1,
+    clip: float = 0.05,
 ) -> Tensor:
     """ASL (Ridnik et al., 2021): L+ = (1−p)^γ+ log p; L− = p_m^γ− log(1−p_m), p_m = max(p − clip, 0).
     The focusing factors carry gradient, as in the paper's formula."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedmll import registry
 from fedmll.errors import ConfigError
+from fedmll.registry import register
 from fedmll.seeding import derive
-
-if TYPE_CHECKING:
-    from fedmll.experiment import Model
+from fedmll.settings import Model
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -143,21 +142,28 @@ def build_backbone(model: Model, sample_shape: tuple[int, ...], seed: int) -> Ba
     """The same initial weights for every method: they depend on the seed and on nothing else."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "backbone"))
-        if model.backbone == "mlp":
-            return Mlp(sample_shape[0], model.channels)
-        channels, size = sample_shape[0], sample_shape[1]
-        if model.backbone == "resnet18":
-            resnet = ResNet18(channels, size, model.stem, model.norm)
-            if model.weights is not None:
-                resnet.load(model.weights)
-            return resnet
-        if model.backbone == "vit":
-            from fedmll.models.vit import build_vit
+        backbone: Backbone = registry.find("backbone", model.backbone)(model, sample_shape)
+        return backbone
 
-            return build_vit(model.weights, sample_shape, model.channels)
-        if model.weights is not None:
-            raise ConfigError(f"model.weights is for resnet18 and vit; model.backbone is '{model.backbone}'.")
-        return ConvNet(channels, size, model.channels, model.norm)
+
+@register("backbone", "mlp")
+def mlp(model: Model, sample_shape: tuple[int, ...]) -> Backbone:
+    return Mlp(sample_shape[0], model.channels)
+
+
+@register("backbone", "convnet")
+def convnet(model: Model, sample_shape: tuple[int, ...]) -> Backbone:
+    if model.weights is not None:
+        raise ConfigError("model.weights is for resnet18 and vit; model.backbone is 'convnet'.")
+    return ConvNet(sample_shape[0], sample_shape[1], model.channels, model.norm)
+
+
+@register("backbone", "resnet18")
+def resnet18(model: Model, sample_shape: tuple[int, ...]) -> Backbone:
+    resnet = ResNet18(sample_shape[0], sample_shape[1], model.stem, model.norm)
+    if model.weights is not None:
+        resnet.load(model.weights)
+    return resnet
 
 
 def pixel_scale(model: Model, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

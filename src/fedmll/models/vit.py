@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from fedmll.errors import ConfigError
 from fedmll.models.backbones import Backbone
+from fedmll.registry import register
+from fedmll.settings import Model
 
 HEAD_WIDTH = 32  # of a small transformer's attention heads
 TOKENS = 8  # a small transformer's map has about 8 × 8
@@ -37,13 +39,16 @@ class VisionTransformer(Backbone):
         return tokens.mT.reshape(len(images), self.width, rows, columns)
 
 
-def build_vit(weights: Path | None, sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> VisionTransformer:
-    return small_vit(sample_shape, channels) if weights is None else pretrained_vit(weights, sample_shape)
+@register("backbone", "vit")
+def vit(model: Model, sample_shape: tuple[int, ...]) -> VisionTransformer:
+    if model.weights is None:
+        return small_vit(sample_shape, model.channels)
+    return pretrained_vit(model.weights, sample_shape)
 
 
 def small_vit(sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> VisionTransformer:
     """Untrained, for small images: its patches divide the image into about 8 × 8 tokens."""
-    vit = _library()
+    library = _library()
     width, (depth, height, breadth) = channels[-1], sample_shape
     if width % HEAD_WIDTH:
         raise ConfigError(
@@ -51,7 +56,7 @@ def small_vit(sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> Visio
             "[128, 128, 128, 128] (four layers of width 128)."
         )
     divisors = [p for p in range(1, min(height, breadth) + 1) if height % p == 0 and breadth % p == 0]
-    config = vit.ViTConfig(
+    config = library.ViTConfig(
         hidden_size=width,
         num_hidden_layers=len(channels),
         num_attention_heads=width // HEAD_WIDTH,
@@ -60,18 +65,18 @@ def small_vit(sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> Visio
         patch_size=min(divisors, key=lambda p: abs(max(height, breadth) / p - TOKENS)),
         num_channels=depth,
     )
-    return VisionTransformer(vit.ViTModel(config, add_pooling_layer=False))
+    return VisionTransformer(library.ViTModel(config, add_pooling_layer=False))
 
 
 def pretrained_vit(weights: Path, sample_shape: tuple[int, ...]) -> VisionTransformer:
     """From a folder or the hub, fitted once to the images' size (positions interpolated) and channels (a grey image
     gets the sum of the colour filters)."""
-    vit = _library()
+    library = _library()
     try:
-        config = vit.ViTConfig.from_pretrained(str(weights), local_files_only=weights.exists())
+        config = library.ViTConfig.from_pretrained(str(weights), local_files_only=weights.exists())
         if config.model_type != "vit":
             raise ValueError(f"it is a '{config.model_type}', not a 'vit'")
-        network, report = vit.ViTModel.from_pretrained(
+        network, report = library.ViTModel.from_pretrained(
             str(weights),
             config=config,
             add_pooling_layer=False,

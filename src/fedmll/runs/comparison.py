@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll import files
+from fedmll import files, registry
+from fedmll.errors import ConfigError
 from fedmll.evaluation.pooled import METRICS
 from fedmll.experiment import Experiment
+from fedmll.runs.shown import html_table
 
 SHOWN = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "bacc")
 COSTS = ("s/round", "MB/round")
@@ -73,11 +76,36 @@ class Row:
         return {cell.seed: measure(cell.summary, metric) for cell in self.cells if cell.summary is not None}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     rows: list[Row]
     seeds: list[int]
     tuned: Mapping[str, Sequence[Any]]  # --tune: key → values
+    metrics: Sequence[str] = SHOWN  # the tables' columns
+    against: str | None = None  # a row: also the margins over it
+
+    def __repr__(self) -> str:
+        """Its first table, as table.md has it."""
+        return markdown(*table(self, self.metrics))
+
+    def _repr_html_(self) -> str:
+        return html_table(f"mean ± std, seeds {', '.join(map(str, self.seeds))}", *table(self, self.metrics))
+
+    @property
+    def tables(self) -> list[Table]:
+        margin = [] if self.against is None else [margins(self, self.against, self.metrics)]
+        return [table(self, self.metrics), *margin]
+
+    @property
+    def notes(self) -> list[str]:
+        return notes(self, self.metrics)
+
+    def write(self, out: Path) -> None:
+        """table.md and table.csv"""
+        parts = [markdown(*table) for table in self.tables]
+        parts += ["".join(f"- {note}\n" for note in self.notes)] if self.notes else []
+        files.write(out / "table.md", "\n".join(parts))
+        write_csv(self, out / "table.csv")
 
     @property
     def runs(self) -> list[Cell]:
@@ -102,8 +130,19 @@ def measure(summary: Mapping[str, Any], name: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def tables(comparison: Comparison, metrics: Sequence[str], against: str | None = None) -> list[Table]:
-    return [table(comparison, metrics)] + ([] if against is None else [margins(comparison, against, metrics)])
+def check_metrics(names: Sequence[str]) -> None:
+    """Refuse what is no metric, before anything runs."""
+    known = [*METRICS, *registry.added("metric"), *COSTS]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean '{close[0]}'?" if close else "."
+            raise ConfigError(f"There is no metric '{name}' (--metrics){hint} Known: {', '.join(known)}.")
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def table(comparison: Comparison, metrics: Sequence[str]) -> Table:
@@ -155,7 +194,7 @@ def notes(comparison: Comparison, metrics: Sequence[str]) -> list[str]:
         lines.append("not all runs are done: the same command with the same --out goes on.")
     for name in metrics:
         if any(math.isnan(value) for row in comparison.rows for value in row.values(name).values()):
-            lines.append(f"{name} is undefined (–) without {METRICS[name]}.")
+            lines.append(f"{name} is undefined (–) without {METRICS.get(name, 'what its plug-in needs')}.")
     return lines + [line for row in comparison.rows for line in _edges(row, comparison.tuned)]
 
 

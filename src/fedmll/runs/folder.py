@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll import files
+from fedmll import files, registry
 from fedmll.data.digest import Facts, changes
 from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
 
 EXPERIMENT, DATA, SUMMARY, METRICS, LOCK = "experiment.toml", "data.json", "summary.json", "metrics.jsonl", ".lock"
 MODEL = "model.safetensors"
+PLUGINS = "plugins.json"
 
 Row = dict[str, Any]
 
@@ -44,6 +45,33 @@ def create(out: Path, experiment: Experiment) -> None:
     with locked(out):
         check_vacant(out)
         files.write(out / EXPERIMENT, experiment.to_toml())
+        if any(found := _plugins(experiment)):
+            files.write(
+                out / PLUGINS, json.dumps(dict(zip(("files", "packages"), found, strict=True)), indent=1) + "\n"
+            )
+
+
+def _plugins(experiment: Experiment) -> dict[str, dict[str, str]]:
+    """Plug-in files and their checksums; installed packages with plug-ins and their versions."""
+    packages = {entry.dist.name: entry.dist.version for entry in registry.installed() if entry.dist}
+    return {"files": {file: files.checksum(Path(file)) for file in experiment.plugins}, "packages": packages}
+
+
+def check_plugins(out: Path, experiment: Experiment) -> list[str]:
+    """A warning for each plug-in that is not what the run began with: the result may be another."""
+    if not (out / PLUGINS).is_file():
+        return []
+    saved, warnings = json.loads((out / PLUGINS).read_text()), []
+    sums, versions = _plugins(experiment).values()
+    for file, checksum in saved["files"].items():
+        if sums.get(file) != checksum:
+            what = "has changed since" if file in sums else "is no longer used; it was when"
+            warnings.append(f"The plug-in file {file} {what} the run began: the result may be another.")
+    for package, version in saved["packages"].items():
+        if versions.get(package) != version:
+            what = f"has the version {versions[package]} now" if package in versions else "is not installed any more"
+            warnings.append(f"The package {package} {what}; the run began with {version}: the result may be another.")
+    return warnings
 
 
 def experiment_in(out: Path, overrides: dict[str, Any] | None = None) -> Experiment:
@@ -51,7 +79,15 @@ def experiment_in(out: Path, overrides: dict[str, Any] | None = None) -> Experim
     file = out / EXPERIMENT
     if not file.is_file():
         raise ConfigError(f"{out} holds no run: it has no {EXPERIMENT}. Start one by `fedmll run --out {out}`.")
-    return Experiment.load(file, overrides)
+    try:
+        return Experiment.load(file, overrides)
+    except ConfigError as error:
+        saved = json.loads((out / PLUGINS).read_text())["packages"] if (out / PLUGINS).is_file() else {}
+        here = {entry.dist.name for entry in registry.installed() if entry.dist}
+        gone = " ".join(f"{name}=={version}" for name, version in saved.items() if name not in here)
+        if not gone:
+            raise
+        raise ConfigError(f"{error} The run in {out} began with packages that are gone: pip install {gone}.") from None
 
 
 def check_data(out: Path, facts: dict[str, Facts]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from fedmll.data import federation
 from fedmll.data.digest import Facts
 from fedmll.data.federation import Federation
 from fedmll.errors import CheckpointError, ConfigError, FedmllError, nearest
-from fedmll.experiment import Experiment
-from fedmll.runs.comparison import Cell, Comparison, Row, Variant, measure
+from fedmll.experiment import Experiment, parse_value
+from fedmll.runs.comparison import SHOWN, Cell, Comparison, Row, Variant, check_metrics, measure
 from fedmll.runs.folder import DATA, check_data, read_rows
 from fedmll.runs.loop import SELECTION, Observer, resume, run
 
@@ -28,7 +29,61 @@ FAILED = "failed.json"
 Choices = Mapping[str, Sequence[Any]]  # section.key → values
 
 
-def parse_variant(text: str, parse_value: Callable[[str], Any]) -> Variant:
+class GridObserver(Observer):
+    """What watches a comparison: every run, and the whole."""
+
+    def planned(self, rounds: int) -> None: ...
+
+    def running(self, cell: Cell) -> None: ...
+
+    def skipped(self, rounds: int) -> None: ...
+
+
+def compare(
+    experiment: Experiment,
+    methods: Sequence[str],
+    seeds: Sequence[int] = (0, 1, 2),
+    out: Path | str | None = None,
+    *,
+    tune: Choices | None = None,
+    vary: Choices | None = None,
+    metrics: Sequence[str] = SHOWN,
+    against: str | None = None,
+    retry_failed: bool = False,
+    observer: GridObserver | None = None,
+) -> Comparison:
+    """Methods × seeds on the same data. `out` then has every run and the tables; the same `out` again: it goes on.
+
+    methods   names, with options as `fedprox:mu=0.1+weights=equal`
+    tune      section.key → values: each method's best on validation data
+    vary      section.key → values: every method at every value
+    against   a row: also the margins over it, paired by seed
+    """
+    if out is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return compare(
+                experiment, methods, seeds, folder, tune=tune, vary=vary, metrics=metrics, against=against,
+                observer=observer,
+            )  # fmt: skip
+    check_metrics(metrics)
+    watch = observer or GridObserver()
+    variants = crossed([parse_variant(name) for name in methods], vary or {})
+    plan = Grid(experiment, variants, seeds, Path(out), tune, against, metrics)
+    watch.planned(plan.rounds)
+
+    def watched(cell: Cell) -> Observer:
+        watch.running(cell)
+        return watch
+
+    try:
+        return plan.go(watched, watch.skipped, retry_failed)
+    finally:  # what is finished is worth a table, however it ends
+        found = plan.comparison()
+        if found.finished or found.failed:
+            found.write(Path(out))
+
+
+def parse_variant(text: str) -> Variant:
     """`fedprox`, or with options `fedprox:mu=0.1+weights=equal`; a dot names a section: `fedavg:training.lr=0.1`."""
     name, _, options = text.partition(":")
     overrides: dict[str, Any] = {"method.name": name}
@@ -73,7 +128,9 @@ class Grid:
         out: Path,
         tune: Choices | None = None,
         against: str | None = None,
+        metrics: Sequence[str] = SHOWN,
     ) -> None:
+        self.against, self.metrics = against, metrics
         self.base, self.variants, self.seeds, self.out, self.tune = base, variants, list(seeds), out, tune or {}
         self.prepared: tuple[str, Federation] | None = None
         if against is not None and against not in (known := [variant.label for variant in variants]):
@@ -152,7 +209,8 @@ class Grid:
 
     def comparison(self) -> Comparison:
         """As far as it is known."""
-        return Comparison([self._row(variant) for variant in self.variants], self.seeds, self.tune)
+        rows = [self._row(variant) for variant in self.variants]
+        return Comparison(rows, self.seeds, self.tune, self.metrics, self.against)
 
     def _row(self, variant: Variant) -> Row:
         by_seed = self.cells[variant.label]

@@ -21,8 +21,9 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional
 
+from fedmll import registry
 from fedmll.data.images import image_ops
-from fedmll.errors import ConfigError, nearest
+from fedmll.registry import register
 
 Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
 """operation(images, strength, sign): strength from 0.1 to 0.9 and sign ±1 for each image."""
@@ -47,18 +48,24 @@ POOL: dict[str, Operation] = {
 
 
 def augment(images: Tensor, recipe: str, generator: Generator) -> Tensor:
-    """The images as one of the RECIPES changes them; the input is not written to."""
-    if recipe not in RECIPES:
-        raise ConfigError(f"The augmentation '{recipe}' is unknown{nearest(recipe, RECIPES)}.")
-    return RECIPES[recipe](images, generator)
+    """The images as a recipe changes them; the input is not written to."""
+    changed: Tensor = registry.find("augmentation", recipe)(images, generator)
+    return changed
 
 
+@register("augmentation", "none")
+def unchanged(images: Tensor, generator: Generator) -> Tensor:
+    return images
+
+
+@register("augmentation", "flip")
 def flip(images: Tensor, generator: Generator) -> Tensor:
     """Every image mirrored left-right with probability ½."""
     mirrored = _coins(len(images), generator).to(images.device)
     return torch.where(mirrored[:, None, None, None], images.flip(3), images)
 
 
+@register("augmentation", "shift")
 def crop(images: Tensor, generator: Generator, padding: int | None = None) -> Tensor:
     """Padded with zeros on all sides (by an eighth of the height if not said) and cropped at random to the old size."""
     count, _, height, width = images.shape
@@ -68,6 +75,7 @@ def crop(images: Tensor, generator: Generator, padding: int | None = None) -> Te
     return windows[torch.arange(count), :, top, left]
 
 
+@register("augmentation", "weak")
 def affine_flip(images: Tensor, generator: Generator, degrees: float = 10.0, shift: float = 0.02) -> Tensor:
     """Rotated by ≤ `degrees`, moved by ≤ `shift` of each side, mirrored with probability ½: one resampling."""
     turn, right, down = _between(-1, 1, (3, len(images)), generator).to(images.device)
@@ -116,10 +124,17 @@ def rand_augment(images: Tensor, generator: Generator, operations: int = 2, prob
     return result
 
 
+@register("augmentation", "crop-flip")
 def _crop_flip(images: Tensor, generator: Generator) -> Tensor:
     return flip(crop(images, generator), generator)
 
 
+@register("augmentation", "jitter")
+def _jitter(images: Tensor, generator: Generator) -> Tensor:
+    return colour_jitter(_crop_flip(images, generator), generator)
+
+
+@register("augmentation", "strong")
 def _strong(images: Tensor, generator: Generator) -> Tensor:
     return cutout(rand_augment(affine_flip(images, generator), generator), generator)
 
@@ -130,14 +145,3 @@ def _coins(count: int, generator: Generator) -> Tensor:
 
 def _between(low: float, high: float, shape: tuple[int, ...], generator: Generator) -> Tensor:
     return low + (high - low) * torch.rand(shape, generator=generator, device=generator.device)
-
-
-RECIPES: dict[str, Callable[[Tensor, Generator], Tensor]] = {
-    "none": lambda images, generator: images,
-    "flip": flip,
-    "shift": crop,
-    "crop-flip": _crop_flip,
-    "weak": affine_flip,
-    "jitter": lambda images, generator: colour_jitter(_crop_flip(images, generator), generator),
-    "strong": _strong,
-}

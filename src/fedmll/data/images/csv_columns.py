@@ -6,8 +6,9 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedmll.data.images.reading import Problems, Reading, some
+from fedmll.data.images.reading import Problems, some
 from fedmll.errors import DataError, nearest
+from fedmll.settings import Reading
 
 IMAGE_COLUMNS = ("image", "path", "file", "filename")
 

@@ -30,8 +30,8 @@ from fedmll.data.images.cache import (
     remembered,
     silent,
 )
-from fedmll.data.images.reading import Reading
 from fedmll.errors import ConfigError, DataError
+from fedmll.settings import Reading
 
 LARGEST_NATIVE_SIDE = 128  # images of one size up to this keep it
 DEFAULT_SIDE = 112  # all others become squares of this side, unless a size is given

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN
 from fedmll.data.images.csv_columns import Rows, find_columns, read_rows, rows_with, without_ignored
-from fedmll.data.images.reading import NAMED, Problems, Reading, some
+from fedmll.data.images.reading import NAMED, Problems, some
 from fedmll.data.targets import TEST, TRAIN, VALIDATION, both_sides, straddling
+from fedmll.settings import Reading
 
 PATIENT_COLUMNS = ("patient", "patient_id", "patientid", "patient id")
 CELLS = {"1": PRESENT, "0": ABSENT, "": UNKNOWN, "1.0": PRESENT, "0.0": ABSENT}  # 1.0: pandas, when a cell is blank

@@ -29,10 +29,11 @@ from fedmll.data.images.decode import (
     work_through,
 )
 from fedmll.data.images.labels_csv import read_labels
-from fedmll.data.images.reading import Reading, left_out, readable
+from fedmll.data.images.reading import left_out, readable
 from fedmll.data.sources.folder import encoded
 from fedmll.errors import DataError
 from fedmll.files import replacing
+from fedmll.settings import Reading
 
 
 def pack(

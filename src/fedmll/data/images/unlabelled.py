@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from fedmll.data.images.cache import Progress, silent
 from fedmll.data.images.decode import EncodedImages, decode_image, finish, look_at, work_through
-from fedmll.data.images.reading import Problems, Reading
+from fedmll.data.images.reading import Problems
+from fedmll.settings import Reading
 
 IMAGE_FILES = {".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".gif", ".webp"}
 

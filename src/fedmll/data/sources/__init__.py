@@ -1,4 +1,4 @@
-"""Where data comes from. A source is a file here with a SOURCE, and a line in the table below.
+"""Where data comes from. A source is a file here (or in a plug-in) that registers a Source.
 
 `ml-NAME` is the pad-stack composite (fedmll.data.composite) of the single-label source NAME.
 """
@@ -10,24 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedmll import registry
 from fedmll.data.composite import CompositeOptions, compose
 from fedmll.data.dataset import Splits
 from fedmll.data.images.cache import Progress, silent
 from fedmll.data.images.decode import Size, height_and_width
-from fedmll.data.images.reading import Reading
-from fedmll.data.sources import cifar10, digits, fashion_mnist, features, folder, packed
 from fedmll.data.sources.base import Request, Source
 from fedmll.errors import ConfigError, DataError, nearest
+from fedmll.settings import COMPOSITE, Reading
 
-SOURCES: dict[str, Source] = {
-    "digits": digits.SOURCE,
-    "cifar10": cifar10.SOURCE,
-    "fashion-mnist": fashion_mnist.SOURCE,
-    "packed": packed.SOURCE,
-    "folder": folder.SOURCE,
-    "features": features.SOURCE,
-}
-COMPOSITE = "ml-"
 LARGEST_SIZE = 4_096
 
 
@@ -81,7 +72,7 @@ def load(
 def describe_sources(root: Path | None = None) -> list[SourceDescription]:
     """Every source for `fedmll data list`; some are available only with the right folder as `root`."""
     lines = []
-    for name, source in SOURCES.items():
+    for name, source in registry.all_of("source").items():
         argument = f":{source.file}" if source.file else ""
         available = source.available(root) or source.available(None)
         lines.append(SourceDescription(name + argument, source.description, available))
@@ -92,25 +83,26 @@ def describe_sources(root: Path | None = None) -> list[SourceDescription]:
 
 
 def _check_reading(name: str, kind: str, reading: Reading) -> None:
-    """What would mean nothing is refused."""
+    """What would mean nothing is refused; a plug-in's source sees to that itself."""
+    files = {"folder": "folder:labels.csv", "packed": "packed:FILE.npz"}
     for setting, kinds in (
         ("classes", ("folder",)),
         ("ignore", ("folder",)),
         ("group", ("folder", "packed")),
         ("window", ("folder", "packed")),
     ):
-        if getattr(reading, setting) and kind not in kinds:
+        if getattr(reading, setting) and kind not in kinds and kind not in registry.added("source"):
             raise ConfigError(
-                f"data.{setting} is for {' and '.join(f'{k}:{SOURCES[k].file}' for k in kinds)}, and data.name is "
-                f"'{name}'. Leave it out."
+                f"data.{setting} is for {' and '.join(files[k] for k in kinds)}, and data.name is '{name}'. "
+                "Leave it out."
             )
 
 
 def _source(name: str, kind: str, argument: str) -> Source:
-    source = SOURCES.get(kind)
+    sources: dict[str, Source] = registry.all_of("source")
+    source = sources.get(kind)
     if source is None:
-        plain = [known for known, entry in SOURCES.items() if not entry.file]
-        known = [*SOURCES, *(COMPOSITE + entry for entry in plain)]
+        known = [*sources, *(COMPOSITE + plain for plain, entry in sources.items() if not entry.file)]
         raise DataError(f"There is no data source called '{name}'{nearest(name, known)}")
     if source.file and not argument:
         raise DataError(f"'{kind}' needs a file: write {name.partition(':')[0]}:{source.file}.")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fedmll.data.dataset import Splits
 from fedmll.data.images.cache import Progress, silent
-from fedmll.data.images.reading import Reading
 from fedmll.errors import DataError
+from fedmll.settings import Reading
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Source:
-    """A kind of data: one line of `fedmll data list`, and how it is loaded.
+    """A kind of data (`register("source", NAME)(Source(…))`): one line of `fedmll data list`, and how it is loaded.
 
     file     what its argument is, for sources that are named with one (`packed:FILE.npz`)
     images   whether its samples are images, which can be composed
+    says_clients   whether it may say which client a sample belongs to (`Dataset.groups`)
     """
 
     description: str
@@ -52,6 +53,7 @@ class Source:
     available: Callable[[Path | None], bool]
     file: str = ""
     images: bool = True
+    says_clients: bool = False
 
 
 def data_missing(name: str, root: Path | None, layout: str, where_to_get: str) -> DataError:

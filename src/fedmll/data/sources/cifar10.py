@@ -19,6 +19,7 @@ from fedmll.data.sources.base import Request, Source, data_missing
 from fedmll.data.sources.npz import read_npz
 from fedmll.data.targets import one_hot
 from fedmll.errors import DataError
+from fedmll.registry import register
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 BATCHES = "cifar-10-batches-py"
@@ -106,8 +107,10 @@ class _ArraysOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which has no place in a batch of images")
 
 
-SOURCE = Source(
-    description="CIFAR-10, 32×32 colour, 60,000 images, 10 classes, one label each; --root DIR with the python batches",
-    load=load,
-    available=lambda root: find(root) is not None,
+register("source", "cifar10")(
+    Source(
+        description="CIFAR-10, 32×32 colour, 60,000 images, 10 classes, one label each; --root DIR with its batches",
+        load=load,
+        available=lambda root: find(root) is not None,
+    )
 )

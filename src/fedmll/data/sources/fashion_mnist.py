@@ -14,6 +14,7 @@ from fedmll.data.images.decode import resized
 from fedmll.data.sources.base import Request, Source, data_missing
 from fedmll.data.targets import one_hot
 from fedmll.errors import DataError
+from fedmll.registry import register
 
 CLASSES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -68,8 +69,10 @@ def _read_idx(file: Path) -> NDArray[np.uint8]:
         raise DataError(f"'{file}' is not a complete idx file of bytes ({error}). Get it again.") from None
 
 
-SOURCE = Source(
-    description="Fashion-MNIST, 28×28 grey, 70,000 images, 10 classes, one label each; --root DIR or Debian's package",
-    load=load,
-    available=available,
+register("source", "fashion-mnist")(
+    Source(
+        description="Fashion-MNIST, 28×28 grey, 70,000 images, 10 classes, one label each; --root or Debian's package",
+        load=load,
+        available=available,
+    )
 )

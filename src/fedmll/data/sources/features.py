@@ -13,6 +13,7 @@ from fedmll.data.sources.base import Request, Source
 from fedmll.data.sources.npz import class_names, read_npz
 from fedmll.data.targets import check_classes, check_positives, three_valued
 from fedmll.errors import ConfigError, DataError
+from fedmll.registry import register
 
 
 def load(request: Request) -> Splits:
@@ -54,10 +55,12 @@ def _dataset(arrays: dict[str, NDArray[Any]], part: str, classes: tuple[str, ...
     return Dataset(vectors, three_valued(labels, classes, f"'{file}', y_{part}"), classes)
 
 
-SOURCE = Source(
-    description="your feature vectors and labels in one file",
-    load=load,
-    available=lambda root: True,
-    file="FILE.npz",
-    images=False,
+register("source", "features")(
+    Source(
+        description="your feature vectors and labels in one file",
+        load=load,
+        available=lambda root: True,
+        file="FILE.npz",
+        images=False,
+    )
 )

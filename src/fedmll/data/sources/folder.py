@@ -16,10 +16,12 @@ from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images.cache import Progress, content_key, silent
 from fedmll.data.images.decode import EncodedImages, Size, decoded_images
 from fedmll.data.images.labels_csv import LabelTable, read_labels
-from fedmll.data.images.reading import Reading, left_out, readable
+from fedmll.data.images.reading import left_out, readable
 from fedmll.data.sources.base import Request, Source
 from fedmll.data.targets import splits_of
 from fedmll.errors import DataError
+from fedmll.registry import register
+from fedmll.settings import Reading
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,12 @@ def encoded(table: LabelTable) -> EncodedImages:
     return EncodedImages(len(table.paths), table.paths.__getitem__, lambda position: f"'{table.paths[position]}'")
 
 
-SOURCE = Source(
-    description="your image files in the folder --root DIR, with their labels in a CSV",
-    load=load,
-    available=lambda root: True,
-    file="labels.csv",
+register("source", "folder")(
+    Source(
+        description="your image files in the folder --root DIR, with their labels in a CSV",
+        load=load,
+        available=lambda root: True,
+        file="labels.csv",
+        says_clients=True,
+    )
 )

@@ -23,6 +23,7 @@ from fedmll.data.sources.base import Request, Source
 from fedmll.data.sources.npz import class_names, read_npz
 from fedmll.data.targets import TEST, check_classes, splits_of, three_valued
 from fedmll.errors import DataError
+from fedmll.registry import register
 
 PATIENTS = ("patient", "patient_id")
 
@@ -103,9 +104,12 @@ def _name(file: Path, arrays: dict[str, NDArray[Any]], position: int) -> str:
     return f"image {position} of '{file}'" + (f", '{names[position]}'" if names is not None else "")
 
 
-SOURCE = Source(
-    description="your images and labels packed into one file by `fedmll data pack`",
-    load=load,
-    available=lambda root: True,
-    file="FILE.npz",
+register("source", "packed")(
+    Source(
+        description="your images and labels packed into one file by `fedmll data pack`",
+        load=load,
+        available=lambda root: True,
+        file="FILE.npz",
+        says_clients=True,
+    )
 )
