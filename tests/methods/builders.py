@@ -17,21 +17,24 @@ import torch
 from conftest import small
 from torch import Tensor, nn
 
-from fedmll.client import Batch, Client, Peer
+from fedmll.client import Batch, Client, Peer, task_of
 from fedmll.data.federation import Federation
 from fedmll.engines.local import LocalEngine
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
-from fedmll.methods import find, registry
-from fedmll.models.backbones import Classifier, build_backbone
+from fedmll.methods import find
+from fedmll.models.backbones import build_backbone
 from fedmll.models.flat import FlatWeights
+from fedmll.models.network import Classifier
+from fedmll.registry import all_of
+from fedmll.testing import merge
 
 # ---- what a method says of itself
 
 
 def own_methods() -> set[str]:
     """The names of the methods that come with the library."""
-    return {name for name, method in registry().items() if method.__module__.startswith("fedmll.")}
+    return {name for name, method in all_of("method").items() if method.__module__.startswith("fedmll.")}
 
 
 def options_of(name: str, **options: Any) -> dict[str, Any]:
@@ -85,7 +88,8 @@ class Rounds:
     def __init__(self, federation: Federation, experiment: Experiment, folder: Path) -> None:
         self.federation = replace(federation, experiment=experiment)
         self.engine = LocalEngine(self.federation, folder)
-        self.method, self.task, self.model = self.engine.method, self.engine.task, self.engine.model
+        self.learner = self.engine.learner
+        self.method, self.task, self.model = self.learner.method, self.learner.task, self.learner.model
         self.state = self.engine.start()
         self.number = 0
 
@@ -95,21 +99,21 @@ class Rounds:
         for peer, reply in self.engine.round(self.state, self.number):
             sent = self.method.send(self.state, peer, self.number)
             exchanges.append(Exchange(peer, copy_of(sent), copy_of(reply)))
-        self.state = merged(self.method, self.state, exchanges, self.number)
-        return Round(self.number, before, exchanges, self.state, dict(self.method.records))
+        self.state, records = merged(self.method, self.state, exchanges, self.number)
+        return Round(self.number, before, exchanges, self.state, records)
 
     def train(self, peer: Peer, module: nn.Module | None = None) -> tuple[Exchange, list[Pass]]:
         """One client of the next round alone; also every pass through the network, or a module of it."""
         number = self.number + 1
         sent = self.method.send(self.state, peer, number)
-        client = self.federation.client(peer, number, self.method, self.model, self.engine.weights)
-        with watched(module or self.model) as passes:
-            reply = self.method.train(client, copy_of(sent), {})
+        client = self.learner.client(self.federation, peer, number)
+        with watched(module or self.model.backbone) as passes:
+            reply = self.learner.train(client, copy_of(sent), {})
         return Exchange(peer, sent, copy_of(reply)), passes
 
     def client(self, peer: Peer) -> Client:
         """As it is in the last round that was run."""
-        return self.federation.client(peer, self.number, self.method, self.model, self.engine.weights)
+        return self.learner.client(self.federation, peer, self.number)
 
     def inputs(self, peer: Peer) -> Tensor:
         """All the client's samples in order, as a model takes them."""
@@ -121,7 +125,7 @@ class Rounds:
 
     def scores(self, tensors: Tensors, images: Tensor, *, mode: str = "eval") -> np.ndarray:
         """Logits (N, C), float64, of the network with these weights, in eval or train mode."""
-        self.engine.weights.load(tensors)
+        self.learner.weights.load(tensors)
         self.model.train(mode == "train")
         with torch.no_grad():
             return self.model(images).double().numpy()
@@ -140,12 +144,12 @@ def copy_of(message: Message) -> Message:
     return Message({name: tensor.clone() for name, tensor in message.tensors.items()}, dict(message.numbers))
 
 
-def merged(method: Any, state: Tensors, exchanges: Iterable[Exchange], number: int) -> Tensors:
-    return dict(method.merge(state, iter([(e.peer, copy_of(e.reply)) for e in exchanges]), number))
+def merged(method: Any, state: Tensors, exchanges: Iterable[Exchange], number: int) -> tuple[Tensors, dict[str, Any]]:
+    return merge(method, state, ((e.peer, copy_of(e.reply)) for e in exchanges), number)
 
 
 def method_for(federation: Federation, experiment: Experiment) -> Any:
-    return find(experiment.method.name)(replace(federation, experiment=experiment).task(torch.device("cpu")))
+    return find(experiment.method.name).made(task_of(replace(federation, experiment=experiment)))
 
 
 # ---- what happens inside a client

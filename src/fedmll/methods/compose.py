@@ -20,7 +20,7 @@ from pydantic import BaseModel, create_model
 
 from fedmll import registry
 from fedmll.errors import ConfigError
-from fedmll.methods.contract import AUTO, PartOptions, Piece, option
+from fedmll.methods.contract import AUTO, Part, PartOptions, Piece, option
 from fedmll.methods.method import Method
 from fedmll.methods.recipe import Recipe
 
@@ -33,6 +33,10 @@ class Compose(Method):
         head: str = option("linear", "a head")
         parts: tuple[str, ...] = option(("absent",), "loss terms, gradient rules and targets, in order")
         average: str = option("mean", "how the server averages")
+
+    @classmethod
+    def every_part(cls) -> list[type[Part]]:
+        return []  # none is certain
 
     @classmethod
     def recipe(cls, options: Any) -> Recipe:
