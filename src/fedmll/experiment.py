@@ -218,8 +218,12 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def _said(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is None, in tables too: TOML has no word for it."""
-    return {k: _said(v) if isinstance(v, Mapping) else v for k, v in values.items() if v is not None}
+    """Tables without what is None: TOML has no word for it, and pydantic looks for it in its own fields only."""
+
+    def said(value: Any) -> Any:
+        return {k: said(v) for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
+
+    return {name: said(value) for name, value in values.items()}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
