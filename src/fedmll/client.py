@@ -178,6 +178,7 @@ class Work:
     message: Message
     memories: dict[str, Tensors] = field(default_factory=dict)  # by part, kept between the client's rounds
     fixed: dict[str, Any] = field(default_factory=dict)  # by part: what its `prepare` gave
+    steps: int = 0  # done so far
     claimed: bool = False  # a part teaches the unknown targets itself: nobody else takes them for absent
     _looks: dict[bool, Look] = field(default_factory=dict)
 
