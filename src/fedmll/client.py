@@ -195,7 +195,8 @@ class Work:
 
     def received(self, part: str) -> Tensors:
         """What the server's side of a part sent."""
-        return under(part, self.message.tensors)
+        device = self.client.task.device
+        return {name: tensor.to(device) for name, tensor in under(part, self.message.tensors).items()}
 
     def memory(self, part: str) -> Tensors:
         """The part's own; change it in place."""

@@ -75,7 +75,8 @@ class Learner:
         method.receive(client.weights, message)
         client.seed_torch()
         names = [*(part.name for part in method.list), OPTIMIZER]
-        work = Work(client, message, {name: under(name, memory) for name in names})
+        here = {name: tensor.to(self.task.device) for name, tensor in memory.items()}
+        work = Work(client, message, {name: under(name, here) for name in names})
         numbers = {"samples": float(len(client.data)), "steps": 0.0, "loss": 0.0}
         exchange = method.exchange(client.round)
         if exchange is not None:
@@ -87,8 +88,8 @@ class Learner:
             work.trained()
             replies = {part: part.finish(work, work.fixed[part.name]) for part in method.list}
         memory.clear()
-        memory |= {f"{name}/{key}": tensor for name, own in work.memories.items() for key, tensor in own.items()}
-        return Message(method.joined(replies), numbers)
+        memory |= {f"{name}/{key}": tensor.cpu() for name, own in work.memories.items() for key, tensor in own.items()}
+        return Message({name: tensor.cpu() for name, tensor in method.joined(replies).items()}, numbers)
 
     def _learn(self, work: Work) -> float:
         """The local epochs; gives the mean loss."""
@@ -115,7 +116,7 @@ class Learner:
             total += loss.detach()
         if self.task.experiment.training.optimizer_state == "kept":
             work.memories[OPTIMIZER] = {
-                f"{number}.{name}": value.detach().cpu()
+                f"{number}.{name}": value
                 for number, parameter in enumerate(parameters)
                 for name, value in optimizer.state[parameter].items()
                 if isinstance(value, Tensor)
@@ -147,5 +148,5 @@ class Learner:
             made = (torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam)(parameters, **common)
         for name, value in memory.items():
             number, _, key = name.partition(".")
-            made.state[parameters[int(number)]][key] = value.to(self.task.device)
+            made.state[parameters[int(number)]][key] = value
         return made
