@@ -428,7 +428,7 @@ def test_a_comparison_does_not_mix_two_datasets(tmp_path: Path) -> None:
     csv = folder_of_images(tmp_path)
 
     def compare(*seeds: int) -> grid.Grid:
-        variants = [grid.parse_variant(name, str) for name in ("fedavg", "fedprox")]
+        variants = [grid.parse_variant(name) for name in ("fedavg", "fedprox")]
         plan = grid.Grid(own_images(tmp_path, training__rounds=1), variants, seeds, tmp_path / "grid")
         plan.go(lambda cell: Observer(), lambda rounds: None)
         return plan
