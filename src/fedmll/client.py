@@ -178,6 +178,7 @@ class Work:
     message: Message
     memories: dict[str, Tensors] = field(default_factory=dict)  # by part, kept between the client's rounds
     fixed: dict[str, Any] = field(default_factory=dict)  # by part: what its `prepare` gave
+    steps: int = 0  # done so far
     claimed: bool = False  # a part teaches the unknown targets itself: nobody else takes them for absent
     _looks: dict[bool, Look] = field(default_factory=dict)
 
@@ -194,7 +195,8 @@ class Work:
 
     def received(self, part: str) -> Tensors:
         """What the server's side of a part sent."""
-        return under(part, self.message.tensors)
+        device = self.client.task.device
+        return {name: tensor.to(device) for name, tensor in under(part, self.message.tensors).items()}
 
     def memory(self, part: str) -> Tensors:
         """The part's own; change it in place."""

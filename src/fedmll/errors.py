@@ -39,7 +39,7 @@ class TooFewReplies(FederationError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'fedprox'?`, or the list of what is known when nothing is near."""
+    """The end of a sentence: `; did you mean 'fedprox'?`, or the list of what is known when nothing is near."""
     choices = sorted(known)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(choices)}"
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(choices)}."

@@ -249,5 +249,5 @@ def _explain(model: type[BaseModel], problem: Any, prefix: str) -> str:
         fields: Any = model
         for name in names[:-1]:
             fields = fields.model_fields[name].annotation
-        return f"There is no key '{path}'{nearest(names[-1], fields.model_fields)}."
+        return f"There is no key '{path}'{nearest(names[-1], fields.model_fields)}"
     return f"{path or 'experiment'}: {problem['msg']} (it is {problem['input']!r})."

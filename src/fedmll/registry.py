@@ -48,7 +48,7 @@ _loading: set[str] = set()  # entry points that are loaded, or are being loaded
 def register(kind: str, name: str) -> Callable[[T], T]:
     """A decorator. The newest of a name counts (a notebook's cell that was run again); built-in names are taken."""
     if kind not in BUILT_IN:
-        raise ConfigError(f"There is no kind '{kind}' of things with names{nearest(kind, BUILT_IN)}.")
+        raise ConfigError(f"There is no kind '{kind}' of things with names{nearest(kind, BUILT_IN)}")
     caller = sys._getframe(1).f_globals.get("__name__", "")
 
     def put(thing: T) -> T:
@@ -67,7 +67,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 def find(kind: str, name: str) -> Any:
     _prepare(kind)
     if name not in _things[kind]:
-        raise ConfigError(f"There is no {kind} '{name}'{nearest(name, _things[kind])}.".replace("?.", "?"))
+        raise ConfigError(f"There is no {kind} '{name}'{nearest(name, _things[kind])}")
     return _things[kind][name]
 
 

@@ -168,6 +168,7 @@ class Training(Section):
     local_epochs: Count = 1
     batch_size: Count = 32
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"  # adam and sgd couple weight decay with the gradient
+    optimizer_state: Literal["fresh", "kept"] = "fresh"  # every round anew, or kept at the client
     lr: Annotated[float, Field(gt=0)] = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of sgd
     weight_decay: Annotated[float, Field(ge=0)] = 0.01

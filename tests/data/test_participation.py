@@ -100,9 +100,6 @@ def test_clients_without_data_come_last() -> None:
     [
         ({"count": 0}, "participation.count = 0"),
         ({"count": 4}, "use 1 to 3"),
-        ({"fraction": 0.0}, "participation.fraction"),
-        ({"fraction": 1.01}, "participation.fraction"),
-        ({"sampling": "sizes"}, "did you mean 'size'?"),
     ],
 )
 def test_what_is_impossible_is_refused(options: dict[str, object], hint: str) -> None:

@@ -680,8 +680,6 @@ def test_a_wrong_name_gets_the_right_one(name: str, said: str) -> None:
 def test_options_where_they_mean_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="'ml-digits'"):
         load("digits", options={"layout": "blend"})
-    with pytest.raises(ConfigError, match="did you mean 'pairs'"):
-        load("digits", options={"pair": 3})
     with pytest.raises(ConfigError, match=r"data.size must be"):
         load("digits", size=0)
     load("digits", options={"layout": "quadrants", "singles": "proportional", "pairs": "proportional"})

@@ -60,17 +60,17 @@ def _literal(node: ast.stmt) -> tuple[str, str] | None:
 
 
 def show(name: str) -> None:
+    from fedmll.methods.described import described
+
     method: Any = registry.find("method", name)
     console.print(escape((sys.modules[method.__module__].__doc__ or method.summary).strip()), highlight=False)
     title = escape(f"[method] name = '{name}'")
-    if hasattr(method, "described"):
-        for part, options in method.described():
-            rows = [[escape(str(cell)) for cell in option] for option in options]
-            header = ("option", "what it is", "range", "default")
-            console.print(plain_table(f"{title}: {escape(part)}" if part else title, header, rows, words=True))
-    else:
-        symbols = {option: f" ({symbol})" for symbol, option in method.symbols.items()}
-        fields = method.Options.model_fields.items()
-        console.print(options_table(title, {key + symbols.get(key, ""): field.default for key, field in fields}))
+    for group, options in described(method):
+        console.print(escape(group), highlight=False) if group else None
+        if options:
+            rows = [[escape(cell) for cell in option] for option in options]
+            console.print(
+                plain_table("" if group else title, ("option", "what it is", "range", "default"), rows, words=True)
+            )
     if method.published:
         console.print(options_table("as published (--as-published)", method.published | method.unpublished))

@@ -87,9 +87,9 @@ class Asked:
         values = {} if self.file is None else read_toml(self.file)
         values = merged(values, given(**self.options) | parse_settings(self.settings))
         if self.plugins:
-            load_files(self.plugins)  # before a published method is looked for
             values["plugins"] = [*values.get("plugins", []), *map(str, self.plugins)]
         if self.published is not None:
+            load_files([Path(file) for file in values.get("plugins", [])])  # the paper may be a plug-in's
             values = as_published(self.published, values)
         return Experiment.make(values)
 

@@ -15,16 +15,14 @@ Unless all are kept, a source image is used at most once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.data.dataset import PRESENT, Dataset, Splits
 from fedmll.data.images.cache import Progress, content_key, in_ram_or_cached, silent, store_key
-from fedmll.errors import ConfigError, DataError, nearest
+from fedmll.errors import ConfigError, DataError
 from fedmll.seeding import numpy_generator
 
 PLACES = {"quadrants": (2, 2), "side-by-side": (1, 2), "blend": (1, 1)}  # rows and columns of the canvas, in images
@@ -41,33 +39,18 @@ NONE = -1
 
 @dataclass(frozen=True)
 class CompositeOptions:
+    """As in settings.Data, which checks each of them."""
+
     layout: str = "quadrants"
     singles: int | str = PROPORTIONAL
     pairs: int | str = PROPORTIONAL
 
     def __post_init__(self) -> None:
-        if self.layout not in PLACES:
-            raise ConfigError(f"data.layout: '{self.layout}' is unknown{nearest(self.layout, PLACES)}.")
-        for name, value, words in (
-            ("singles", self.singles, (PROPORTIONAL, "all")),
-            ("pairs", self.pairs, (PROPORTIONAL,)),
-        ):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            if not is_count and value not in words:
-                raise ConfigError(f"data.{name} must be a number from 0 up or {' or '.join(words)}; it is {value!r}.")
         if (self.singles, self.pairs) in ((0, PROPORTIONAL), (PROPORTIONAL, 0), (0, 0)):
             raise ConfigError(
                 f"data.singles = {self.singles} with data.pairs = {self.pairs} makes no composites: "
                 f"'{PROPORTIONAL}' is in proportion to 0. Give both as numbers."
             )
-
-    @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> CompositeOptions:
-        known = [option.name for option in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise ConfigError(f"data.{name} is not an option of a data source{nearest(name, known)}.")
-        return cls(**options)
 
 
 @dataclass(frozen=True)

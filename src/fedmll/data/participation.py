@@ -7,10 +7,8 @@ from decimal import ROUND_CEILING, Decimal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedmll.errors import ConfigError, nearest
+from fedmll.errors import ConfigError
 from fedmll.seeding import numpy_generator
-
-SAMPLING = ("uniform", "size")
 
 
 def choose(
@@ -32,8 +30,6 @@ def choose(
     rng = numpy_generator(seed, "participation", round)
     if sampling == "uniform":
         return np.sort(rng.choice(len(numbers), wanted, replace=False))
-    if sampling != "size":
-        raise ConfigError(f"participation.sampling = '{sampling}' is unknown{nearest(sampling, SAMPLING)}.")
     # The largest of log N_k + Gumbel noise are distributed as draws ∝ N_k, one after the other, without replacement.
     # Clients without data come last.
     with np.errstate(divide="ignore"):
@@ -52,7 +48,5 @@ def _how_many(clients: int, fraction: float | None, count: int | None) -> int:
         return count
     if fraction is None:
         return clients
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"participation.fraction = {fraction} is not a share of the clients; it must be in (0, 1].")
     # In decimal: 0.07 · 100 is 7, where binary floats give 7.000000000000001 and so 8.
     return int((Decimal(str(fraction)) * clients).to_integral_value(ROUND_CEILING))

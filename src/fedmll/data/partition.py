@@ -23,11 +23,9 @@ from fedmll.data.deal import (
     fill_up,
     hand_out,
 )
-from fedmll.errors import ConfigError, DataError, nearest
+from fedmll.errors import ConfigError, DataError
 from fedmll.registry import register
 from fedmll.seeding import numpy_generator
-
-OUTSIDE = ("drop", "withhold", "negative")
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Request:
     clients  how many; of `natural` None is a client a group
     groups   (N,) the client that each sample comes from, if the data says
     minimum  the smallest client, in samples
-    The rest is the experiment's [partition].
+    The rest is the experiment's [partition] (settings.Partition, which checks it).
     """
 
     labels: NDArray[np.int8]
@@ -79,12 +77,6 @@ def partition(labels: NDArray[np.int8], kind: str, clients: int | None, seed: in
     """Deal the N samples of `labels` to clients, the same way for the same seed; `settings` are those of a Request."""
     divide = registry.find("partition", kind)
     asked = Request(labels, kind, clients, seed, **settings)
-    if asked.outside not in OUTSIDE:
-        raise ConfigError(f"partition.outside = '{asked.outside}' is unknown{nearest(asked.outside, OUTSIDE)}.")
-    if asked.minimum < 1:
-        raise ConfigError(f"partition.minimum = {asked.minimum} would let a client be empty; it must be 1 or more.")
-    if clients is not None and clients < 1:
-        raise ConfigError(f"partition.clients = {clients} is not possible; it must be 1 or more.")
     found: Partition = divide(asked)
     rows = np.concatenate(found.clients)
     if len(found.names) != len(found.clients) or len(np.unique(rows)) != len(rows):
@@ -151,8 +143,6 @@ def _enough(asked: Request) -> int:
 
 def _most_classes(presence: float, clients: int, classes: int) -> int:
     """The most classes a client may show: γC, rounded half up."""
-    if not 0 < presence <= 1:
-        raise ConfigError(f"partition.presence = {presence} is not a share of the classes; it must be in (0, 1].")
     if Decimal(str(presence)) * classes < 1:
         raise ConfigError(
             f"partition.presence = {presence} allows a client less than one of the {classes} classes. Raise "

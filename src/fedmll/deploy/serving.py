@@ -68,10 +68,6 @@ class Server:
             raise ConfigError("--round-timeout and --join-timeout are seconds, more than 0.")
 
 
-def is_server(out: Path) -> bool:
-    return (out / "server.json").is_file()
-
-
 def serve(experiment: Experiment, server: Server, out: Path, observer: Observer | None = None) -> Result:
     """Run a federation from round 1, and leave a folder that `go_on` can go on with. A start that fails leaves none."""
     from fedmll.deploy.flower.processes import check_address

@@ -151,7 +151,7 @@ def _aligned(site: Site, table: LabelTable, classes: tuple[str, ...]) -> NDArray
     strange = next((name for name in table.classes if name not in classes), None)
     if strange is not None:
         raise DataError(
-            f"'{site.csv}' has the class '{strange}', which this federation does not have{nearest(strange, classes)}. "
+            f"'{site.csv}' has the class '{strange}', which this federation does not have{nearest(strange, classes)} "
             "Rename the column, or choose the columns to use with --classes."
         )
     # --classes says what the site annotates: the `A|B|C` form speaks of no other class

@@ -4,6 +4,7 @@ sites of a real federation and whoever loads a finished run use this and nothing
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,8 @@ class Learner:
         method.receive(client.weights, message)
         client.seed_torch()
         names = [*(part.name for part in method.list), OPTIMIZER]
-        work = Work(client, message, {name: under(name, memory) for name in names})
+        here = {name: tensor.to(self.task.device) for name, tensor in memory.items()}
+        work = Work(client, message, {name: under(name, here) for name in names})
         numbers = {"samples": float(len(client.data)), "steps": 0.0, "loss": 0.0}
         exchange = method.exchange(client.round)
         if exchange is not None:
@@ -82,19 +84,19 @@ class Learner:
         else:
             for part in method.list:
                 work.fixed[part.name] = part.prepare(work)
-            numbers["loss"], numbers["steps"] = self._learn(work)
+            numbers["loss"], numbers["steps"] = self._learn(work), float(work.steps)
             work.trained()
             replies = {part: part.finish(work, work.fixed[part.name]) for part in method.list}
         memory.clear()
-        memory |= {f"{name}/{key}": tensor for name, own in work.memories.items() for key, tensor in own.items()}
-        return Message(method.joined(replies), numbers)
+        memory |= {f"{name}/{key}": tensor.cpu() for name, own in work.memories.items() for key, tensor in own.items()}
+        return Message({name: tensor.cpu() for name, tensor in method.joined(replies).items()}, numbers)
 
-    def _learn(self, work: Work) -> tuple[float, int]:
-        """The local epochs; gives the mean loss and the number of steps."""
+    def _learn(self, work: Work) -> float:
+        """The local epochs; gives the mean loss."""
         client, fixed = work.client, work.fixed
         parameters, clip = client.weights.parameters, self.task.experiment.training.clip
-        optimizer = self.optimizer(parameters)
-        total, steps = torch.zeros((), device=self.task.device), 0
+        optimizer = self.optimizer(parameters, work.memory(OPTIMIZER))
+        total = torch.zeros((), device=self.task.device)
         client.model.train()
         for batch in client.batches():
             step = Step(work, batch)
@@ -108,17 +110,24 @@ class Learner:
                 nn.utils.clip_grad_norm_(parameters, clip)
             optimizer.step()
             optimizer.zero_grad()
+            work.steps += 1
             for part in self.stepping:
                 part.stepped(work, fixed[part.name])
             total += loss.detach()
-            steps += 1
-        mean = total.item() / steps
+        if self.task.experiment.training.optimizer_state == "kept":
+            work.memories[OPTIMIZER] = {
+                f"{number}.{name}": value
+                for number, parameter in enumerate(parameters)
+                for name, value in optimizer.state[parameter].items()
+                if isinstance(value, Tensor)
+            }
+        mean = total.item() / work.steps
         if not math.isfinite(mean):
             raise ClientError(
                 f"The loss of client {client.name} became {mean} in round {client.round}. Lower training.lr "
                 f"(now {self.task.experiment.training.lr:g}), or set training.clip = 1.0; also look at its data."
             )
-        return mean, steps
+        return mean
 
     def loss(self, step: Step) -> Tensor:
         """The sum of the parts' terms."""
@@ -128,12 +137,16 @@ class Learner:
             first = first + term
         return first
 
-    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """A fresh one every round."""
+    def optimizer(self, parameters: list[nn.Parameter], memory: Tensors) -> torch.optim.Optimizer:
+        """A fresh one every round, or with what it remembers of the client's last."""
         training = self.task.experiment.training
+        common: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay, "fused": True}
+        made: torch.optim.Optimizer
         if training.optimizer == "sgd":
-            return torch.optim.SGD(
-                parameters, training.lr, training.momentum, weight_decay=training.weight_decay, fused=True
-            )
-        adam = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
-        return adam(parameters, training.lr, weight_decay=training.weight_decay, fused=True)
+            made = torch.optim.SGD(parameters, momentum=training.momentum, **common)
+        else:
+            made = (torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam)(parameters, **common)
+        for name, value in memory.items():
+            number, _, key = name.partition(".")
+            made.state[parameters[int(number)]][key] = value
+        return made

@@ -95,12 +95,27 @@ class Merger:
         return {}, {}
 
 
+class Sum(Merger):
+    """Σ over the clients of one of the part's own tensors, in float64; `then` makes the next state of it."""
+
+    def __init__(self, name: str, then: Callable[[Tensor], Tensors]) -> None:
+        self.name, self.then, self.total = name, then, torch.zeros((), dtype=torch.float64)
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        self.total = self.total + reply[self.name]
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        return self.then(self.total), {}
+
+
 class Part(Piece):
     kind = "part"
     jobs: ClassVar[frozenset[str]] = frozenset()  # what only one part of a method can do: targets, unknown, average …
     needs: ClassVar[frozenset[str]] = frozenset()  # what the head must give
     requires: ClassVar[tuple[type[Part], ...]] = ()  # what it stands on; put before it where it is not in the list
     exchanges: ClassVar[frozenset[str]] = frozenset()  # "opening", "closing": asked for beside the rounds (`survey`)
+    sends: ClassVar[tuple[str, ...]] = ()  # what of its state every client receives …
+    returns: ClassVar[tuple[str, ...]] = ()  # … and what of that comes back, in the same shape
     server_only: ClassVar[bool] = False  # its options never leave the server, and clients do without it
 
     def __init__(self, task: Task, options: Any, beside: frozenset[str]) -> None:
@@ -122,11 +137,11 @@ class Part(Piece):
 
     def send(self, state: Tensors, peer: Peer, round: int) -> Tensors:
         """What one client receives. Tensors taken from the state as they are cost nothing a client."""
-        return {}
+        return {name: state[name] for name in self.sends}
 
     def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
         """What a good reply holds; everything else is refused."""
-        return {}
+        return {name: Like(tuple(sent[name].shape), sent[name].dtype) for name in self.returns}
 
     def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
         """None: its state stays. `beside` are the mergers of the parts before it, which get every reply first."""

@@ -58,6 +58,19 @@ class FlatWeights:
                 module, _, leaf = name.rpartition(".")
                 model.get_submodule(module)._buffers[leaf] = self._bind(vector, layout[name], buffer)
 
+    @property
+    def parameter_vector(self) -> Tensor:
+        """The parameters, without the buffers; a view."""
+        return self.vector[: self.parameter_end]
+
+    def add_gradient(self, gradient: Tensor, factor: float = 1.0) -> None:
+        """To the gradients of the parameters that have one."""
+        start = 0
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.add_(gradient[start : start + parameter.numel()].view_as(parameter), alpha=factor)
+            start += parameter.numel()
+
     @staticmethod
     def _bind(vector: Tensor, place: Place, value: Tensor) -> Tensor:
         view = vector[place.where].view(place.shape)

@@ -45,10 +45,9 @@ def create(out: Path, experiment: Experiment) -> None:
     with locked(out):
         check_vacant(out)
         files.write(out / EXPERIMENT, experiment.to_toml())
-        if any(found := _plugins(experiment)):
-            files.write(
-                out / PLUGINS, json.dumps(dict(zip(("files", "packages"), found, strict=True)), indent=1) + "\n"
-            )
+        found = _plugins(experiment)
+        if any(found.values()):
+            files.write(out / PLUGINS, json.dumps(found, indent=1) + "\n")
 
 
 def _plugins(experiment: Experiment) -> dict[str, dict[str, str]]:

@@ -134,7 +134,7 @@ class Grid:
         self.base, self.variants, self.seeds, self.out, self.tune = base, variants, list(seeds), out, tune or {}
         self.prepared: tuple[str, Federation] | None = None
         if against is not None and against not in (known := [variant.label for variant in variants]):
-            raise ConfigError(f"There is no row '{against}' to compare with (--against){nearest(against, known)}.")
+            raise ConfigError(f"There is no row '{against}' to compare with (--against){nearest(against, known)}")
         self.cells: dict[str, dict[int, list[Cell]]] = {}  # row → seed → a run of each setting of --tune
         self._plan()
 

@@ -26,7 +26,7 @@ from fedmll.evaluation.pooled import Evaluation
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Records
-from fedmll.runs import checkpoint
+from fedmll.runs import checkpoint, shown
 from fedmll.runs.checkpoint import Checkpoint
 from fedmll.runs.folder import (
     EXPERIMENT,
@@ -35,6 +35,7 @@ from fedmll.runs.folder import (
     SUMMARY,
     Row,
     check_data,
+    check_plugins,
     check_vacant,
     create,
     experiment_in,
@@ -67,7 +68,7 @@ class Observer:
     def finished(self, result: Result) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     experiment: Experiment
     folder: Path | None
@@ -81,6 +82,12 @@ class Result:
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = self.summary["metrics"]
         return values
+
+    def __repr__(self) -> str:
+        return shown.result_repr(self)
+
+    def _repr_html_(self) -> str:
+        return shown.result_html(self)
 
 
 def run(
@@ -159,6 +166,9 @@ def _go(data: Federation, engine: Engine, out: Path, observer: Observer, before:
             path.unlink()
         try:
             check_data(out, data.facts)
+            for text in check_plugins(out, data.experiment):
+                log.warning(text)
+                observer.warning(text)
             if before is not None:
                 _change(out, before, data.experiment, observer)
             result = _Run(data, engine, out, observer, log).go()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from fedmll.data.federation import Federation
 from fedmll.errors import ConfigError
-from fedmll.experiment import Experiment
 from fedmll.runs.loop import Observer, Result, Row
 
 
@@ -15,35 +15,15 @@ class Together(Observer):
     """Several observers as one."""
 
     def __init__(self, *observers: Observer) -> None:
-        self.observers = observers
+        def all_told(event: str) -> Callable[..., None]:
+            def tell(*what: Any) -> None:
+                for observer in observers:
+                    getattr(observer, event)(*what)
 
-    def preparing(self, done: int, total: int, what: str) -> None:
-        for observer in self.observers:
-            observer.preparing(done, total, what)
+            return tell
 
-    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
-        for observer in self.observers:
-            observer.started(experiment, federation, first_round)
-
-    def client_done(self, round: int, done: int, total: int) -> None:
-        for observer in self.observers:
-            observer.client_done(round, done, total)
-
-    def round_done(self, row: Row) -> None:
-        for observer in self.observers:
-            observer.round_done(row)
-
-    def note(self, text: str) -> None:
-        for observer in self.observers:
-            observer.note(text)
-
-    def warning(self, text: str) -> None:
-        for observer in self.observers:
-            observer.warning(text)
-
-    def finished(self, result: Result) -> None:
-        for observer in self.observers:
-            observer.finished(result)
+        for event in (name for name in vars(Observer) if not name.startswith("_")):
+            setattr(self, event, all_told(event))
 
 
 class TensorBoard(Observer):

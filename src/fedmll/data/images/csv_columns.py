@@ -67,7 +67,7 @@ def read_rows(file: Path, problems: Problems) -> Rows:
 def without_ignored(rows: Rows, reading: Reading, problems: Problems) -> Rows:
     for name in reading.ignore:
         if name not in rows.header:
-            problems.add(f"{reading.setting('ignore')} names '{name}', which is no column{nearest(name, rows.header)}.")
+            problems.add(f"{reading.setting('ignore')} names '{name}', which is no column{nearest(name, rows.header)}")
     # A column without name and content comes from a comma at the end of every line.
     kept = [
         place
@@ -91,13 +91,13 @@ def find_columns(rows: Rows, reading: Reading, problems: Problems) -> Columns:
     group = header.index(reading.group) if reading.group in header else None
     if reading.group is not None and group is None:
         problems.add(
-            f"{reading.setting('group')} names '{reading.group}', which is no column{nearest(reading.group, header)}."
+            f"{reading.setting('group')} names '{reading.group}', which is no column{nearest(reading.group, header)}"
         )
     classes = [column for column in range(len(header)) if column not in (image, split, client, group, labels)]
     if labels is None and reading.classes:
         for name in reading.classes:
             if name not in header:
-                problems.add(f"{reading.setting('classes')} names '{name}', which is no column{nearest(name, header)}.")
+                problems.add(f"{reading.setting('classes')} names '{name}', which is no column{nearest(name, header)}")
         classes = [header.index(name) for name in reading.classes if name in header]
     elif labels is None and not classes:
         problems.add(f"there is no class column beside '{header[image]}'. Add a column a class, with 1, 0 or blank.")

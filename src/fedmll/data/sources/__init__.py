@@ -56,7 +56,7 @@ def load(
         raise ConfigError(f"data.size must be from 1 to {LARGEST_SIZE} pixels; it is {size}.")
     reading = reading or Reading()
     _check_reading(name, kind, reading)
-    composition = CompositeOptions.from_mapping(options or {})
+    composition = CompositeOptions(**options or {})
     if not composed and composition != CompositeOptions():
         raise ConfigError(
             f"data.layout, data.singles and data.pairs are for composites, and '{name}' is none. Leave them out, or "

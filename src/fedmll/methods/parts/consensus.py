@@ -77,7 +77,7 @@ class Correlation(Part):
         received = work.received(self.name)
         if "consensus" not in received:
             return {}
-        consensus = received["consensus"].to(self.task.device)
+        consensus = received["consensus"]
         if "blocks" in received:
             return {"consensus": consensus, "given": received["blocks"]}
         return {"consensus": consensus, "blocks": self.cluster(consensus) if self.options.blocks else self.one_block()}

@@ -14,12 +14,11 @@ class Proximal(Part):
     class Options(PartOptions):
         mu: float = option(0.01, "μ: how strongly weights are held at the round's start (Eq. 2)", ge=0)
 
-    def prepare(self, work: Work) -> list[Tensor]:
+    def prepare(self, work: Work) -> Tensor:
         """w_g."""
-        return [parameter.detach().clone() for parameter in work.client.weights.parameters]
+        return work.client.weights.parameter_vector.clone()
 
-    def adjust(self, work: Work, start: list[Tensor]) -> None:
+    def adjust(self, work: Work, start: Tensor) -> None:
         """The term's gradient, μ (w − w_g)."""
-        for parameter, origin in zip(work.client.weights.parameters, start, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - origin, alpha=self.options.mu)
+        weights = work.client.weights
+        weights.add_gradient(weights.parameter_vector - start, self.options.mu)

@@ -127,20 +127,20 @@ class Tags(Staged):
         if not received:
             return
         targets, memory, option = work.client.targets, work.memory(self.name), self.options
-        tags = memory.get("tags", torch.full(targets.shape, -1, dtype=torch.int8)).to(targets.device)
+        tags = memory.setdefault("tags", torch.full_like(targets, -1))
         if tags.shape != targets.shape:
             raise ClientError(
                 f"Client {work.client.name} remembers tags for {len(tags)} samples and has {len(targets)} now. Its "
                 "data must stay the same during a run; start a new run."
             )
-        carry = memory.get("carry", torch.zeros(2, targets.shape[1], dtype=torch.float64)).to(targets.device)
-        difficulty = received.get("difficulty", torch.ones(targets.shape[1])).to(targets.device)
+        blank = torch.zeros(2, targets.shape[1], dtype=torch.float64, device=targets.device)
+        carry = memory.setdefault("carry", blank)
+        difficulty = received.get("difficulty", torch.ones_like(blank[0]))
         features = work.look(features=True).features
         assert features is not None
-        z = nearness(features, received["prototypes"].to(targets.device))
-        open_entries = (targets < 0) & (tags < 0) & received["votes"].to(targets.device).all(0)
+        z = nearness(features, received["prototypes"])
+        open_entries = (targets < 0) & (tags < 0) & received["votes"].all(0)
         tag(tags, carry, z[0] - z[1], open_entries, difficulty.double(), (option.negative_share, option.positive_share))
-        memory["tags"], memory["carry"] = tags.cpu(), carry.cpu()
         work.targets = torch.where(targets >= 0, targets, tags)
 
     def finish(self, work: Work, mine: None) -> Tensors:
@@ -150,13 +150,13 @@ class Tags(Staged):
         assert look.features is not None
         prototypes, votes = local_prototypes(look.features, targets)
         made = [(memory["tags"] == label).sum() if memory else torch.tensor(0) for label in (0, 1)]
-        reply = {"prototypes": prototypes.cpu(), "votes": votes.cpu(), "made": torch.stack(made)}
+        reply = {"prototypes": prototypes, "votes": votes, "made": torch.stack(made)}
         if self.options.adaptive:
             missing = ~(targets >= 0).any(0)
             counted = missing if self.options.difficulty == "negative" else ~missing
             p = look.probabilities
             learnt = ((p < self.options.low) | (p > self.options.high)).float().mean(0)
-            reply["difficulty"] = torch.where(counted, learnt, NOT_SENT).cpu()
+            reply["difficulty"] = torch.where(counted, learnt, NOT_SENT)
         return reply
 
 

@@ -1,0 +1,208 @@
+"""Fusions as configuration: what they are put together from, what is refused, and that every part acts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedmll import Method, resume, run
+from fedmll.errors import ConfigError
+from fedmll.experiment import Experiment
+from fedmll.methods.fedharmony import FedHarmony
+from fedmll.methods.fedmlp import FedMLP
+from fedmll.methods.fednca_ml import FedNcaMl
+from fedmll.testing import experiment
+
+MISSING: dict[str, Any] = {
+    "annotation__kind": "missing", "annotation__missing": 3, "training__rounds": 3, "partition__clients": 12,
+    "data__limit": 240, "partition__minimum": 8, "training__batch_size": 8, "model__channels": (8, 12),
+}  # fmt: skip
+FUSION = {
+    "head": "etf-ladm", "parts": ["prior-adjusted", "rejection", "contrast", "alignment"], "average": "mean",
+    "rejection": {"lambda_neg": 1.0},
+}  # fmt: skip
+
+
+def composed(**method: Any) -> Experiment:
+    return experiment(**MISSING).changed({"method": {"name": "compose", **method}})
+
+
+def named(name: str, **options: Any) -> Experiment:
+    return experiment(**MISSING).changed({"method": {"name": name, **options}})
+
+
+def weights_of(experiment: Experiment) -> dict[str, torch.Tensor]:
+    return run(experiment).weights
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ---- the systems are such lists
+
+
+@pytest.mark.parametrize(
+    ("lists", "method"),
+    [
+        ({"parts": ["absent"]}, ("fedavg", {})),
+        ({"parts": ["absent"], "mean": {"weights": "equal"}}, ("fedavg", {"weights": "equal"})),
+        ({"parts": ["known"]}, ("fedavg-pl", {})),
+        ({"parts": ["absent", "proximal"], "proximal": {"mu": 0.5}}, ("fedprox", {"mu": 0.5})),
+        (
+            {"head": "etf-ladm", "parts": ["known", "rejection", "contrast"], "mean": {"weights": "equal"}},
+            ("fednca-ml", {}),
+        ),
+        ({"head": "ctran", "parts": ["label-mask"]}, ("fedctran", {})),
+        (
+            {"head": "text-query", "text-query": {"ule": False}, "parts": ["label-mask", "client-aware-mask"],
+             "client-aware-mask": {"eps": 0.3}},
+            ("fedlgt", {"ule": False, "eps": 0.3}),
+        ),
+        (
+            {"parts": ["tags", "prior-adjusted", "consistency"], "tags": {"first_stage": 1, "positive_share": 1.0},
+             "prior-adjusted": {"first_stage": 1}, "consistency": {"first_stage": 1}},
+            ("fedmlp", {"first_stage": 1, "positive_share": 1.0}),
+        ),
+        ({"parts": ["alignment", "absent"], "average": "by-agreement"}, ("fedharmony", {})),
+        ({"head": "linear-by-name", "parts": ["known", "coverage"], "average": "by-label"},
+         ("private-fedavg", {"loss": "sigmoid"})),
+    ],
+)  # fmt: skip
+def test_a_method_is_its_list(lists: dict[str, Any], method: tuple[str, dict[str, Any]]) -> None:
+    assert same(weights_of(composed(**lists)), weights_of(named(method[0], **method[1])))
+
+
+def test_with_all_terms_but_one_off_a_fusion_is_the_single_method() -> None:
+    only_alignment = composed(parts=["alignment", "absent"])
+    assert same(weights_of(only_alignment), weights_of(named("fedharmony", aggregation=False)))
+    off = composed(**FUSION | {"parts": ["known", "rejection", "contrast", "alignment"], "alignment": {"strength": 0.0},
+                               "mean": {"weights": "equal"}})  # fmt: skip
+    assert same(weights_of(off), weights_of(named("fednca-ml", lambda_neg=1.0)))
+    wpc = composed(parts=["prior-adjusted"])
+    assert same(weights_of(wpc), weights_of(named("fedmlp", tags=False, consistency=False)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parts": ["known", "rejection", "contrast", "alignment"]},
+        {"parts": ["prior-adjusted", "contrast", "alignment"], "rejection": None},
+        {"parts": ["prior-adjusted", "rejection", "alignment"]},
+        {"parts": ["prior-adjusted", "rejection", "contrast"]},
+        {"average": "by-agreement"},
+        {"alignment": {"strength": 30.0}},
+    ],
+)
+def test_every_term_of_a_fusion_is_there(change: dict[str, Any], fusion: dict[str, torch.Tensor]) -> None:
+    values = {name: value for name, value in (FUSION | change).items() if value is not None}
+    changed = weights_of(composed(**values))
+    assert not same(changed, fusion)
+    assert all(torch.isfinite(tensor.float()).all() for tensor in changed.values())
+
+
+@pytest.fixture(scope="module")
+def fusion() -> dict[str, torch.Tensor]:
+    return weights_of(composed(**FUSION))
+
+
+# ---- what does not go together
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ({"parts": ["absent", "known"]}, ["'absent' and 'known'", "how targets are taught"]),
+        ({"parts": ["contrast", "absent"]}, ["'contrast'", "prototypes", "'linear'", "etf-ladm"]),
+        ({"parts": ["label-mask"]}, ["'label-mask'", "states", "ctran", "text-query"]),
+        ({"parts": ["proximal"]}, ["how targets are taught", "absent", "known", "prior-adjusted"]),
+        ({"parts": ["absent", "proximal", "proximal"]}, ["'proximal'", "twice"]),
+        ({"parts": ["absent", "by-agreement"]}, ["'by-agreement' and 'mean'", "averaged"]),
+        ({"parts": ["absent"], "average": "proximal"}, ["method.average", "proximal"]),
+        ({"parts": ["absnt"]}, ["absnt", "absent"]),
+        ({"head": "etf"}, ["etf-ladm"]),
+        ({"parts": ["absent"], "contrast": {"temperature": 1.0}}, ["contrast"]),
+        ({"parts": ["absent"], "mean": {"weight": "equal"}}, ["weight"]),
+        ({"parts": ["tags", "prior-adjusted"], "tags": {"first_stage": 3}}, ["method.tags.first_stage = 3"]),
+        ({"head": "etf-ladm", "parts": ["known"], "average": "by-label"}, ["'by-label'", "rows"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_together_is_refused_by_name(method: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        composed(**method)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_inheriting_from_two_methods_drops_nothing_silently() -> None:
+    """What a method is stands in its list, not in which class overrides what."""
+
+    class Both(FedHarmony, FedMLP):
+        name = "test-both"
+        parts = (*FedMLP.parts, FedHarmony.parts[0])
+
+    listed = [part.name for part in Both.recipe(Both.Options()).parts]
+    assert listed == ["tags", "prior-adjusted", "consistency", "correlation", "alignment", "by-agreement"]
+
+    class Fused(FedMLP, FedNcaMl):
+        name = "test-fused"
+        parts = (*FedMLP.parts, *FedNcaMl.parts[1:])
+
+    fused = Fused.recipe(Fused.Options())
+    assert (fused.head.name, [part.name for part in fused.parts]) == (
+        "etf-ladm", ["tags", "prior-adjusted", "consistency", "rejection", "contrast", "mean"],
+    )  # fmt: skip
+    assert run(named("test-fused", first_stage=1)).summary["method"] == "test-fused"
+
+
+def test_what_was_left_open_is_decided_and_written_down(tmp_path: Path) -> None:
+    made = composed(**FUSION)
+    options = made.method.options
+    assert options["prior-adjusted"]["first_stage"] == 1
+    assert options["correlation"]["start_round"] == 2
+    assert Experiment.make(made.model_dump(exclude_none=True)) == made
+    (tmp_path / "e.toml").write_text(made.to_toml())
+    assert Experiment.load(tmp_path / "e.toml") == made
+    longer = composed(parts=["tags", "prior-adjusted"]).changed({"training.rounds": 40})
+    assert longer.method.options["tags"]["first_stage"] == 4
+    assert any("method.tags.first_stage = 4" in note for note in longer.notes)
+    assert longer.depends_on_rounds(80)["method.tags.first_stage"] == (4, 8)
+
+
+def test_the_upper_bound_of_a_fusion() -> None:
+    bound = experiment(**MISSING).changed({"method": {"name": "centralized", "of": "compose", **FUSION}})
+    assert run(bound).summary["method"] == "centralized"
+
+
+# ---- engines
+
+
+def test_a_fusion_gives_the_same_bits_with_workers_and_after_a_kill(
+    tmp_path: Path, fusion: dict[str, torch.Tensor]
+) -> None:
+    made = composed(**FUSION).changed({"engine.workers": 2})
+    file, out = tmp_path / "fusion.toml", tmp_path / "run"
+    file.write_text(made.to_toml())
+    process = subprocess.Popen([sys.executable, "-m", "fedmll", "run", str(file), "--out", str(out)])
+    metrics = out / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text()):
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    resume(out)
+    assert same(load_file(out / "model.safetensors"), fusion)
+
+
+def test_methods_say_what_they_are() -> None:
+    assert [part.name for part in FedNcaMl.recipe(FedNcaMl.Options()).parts] == [
+        "known", "rejection", "contrast", "mean",
+    ]  # fmt: skip
+    assert Method.name == ""
