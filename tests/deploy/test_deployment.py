@@ -22,15 +22,13 @@ pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)
 
 import httpx
 from flwr.supercore.constant import TaskType
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
 from sites import NAMES, Consortium, write_consortium
 
 from fedmll import run
 from fedmll.deploy.flower.executor import acquire, acquirer
 from fedmll.deploy.flower.processes import free_port, quiet_flower
 
-COMMAND = [sys.executable, str(Path(__file__).parent / "engines" / "sites.py"), "fedmll"]
+COMMAND = [sys.executable, str(Path(__file__).parent / "sites.py"), "fedmll"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
