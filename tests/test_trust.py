@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import small
+from fedmll.methods.base import Like, Method
 from PIL import Image
 
 from fedmll import Experiment, Observer, methods, resume, run
@@ -19,7 +20,6 @@ from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError, DataError
 from fedmll.message import Message, Tensors
-from fedmll.methods.base import Like, Method
 from fedmll.runs import checkpoint, grid
 
 TWELVE = {

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import small
+from fedmll.methods.base import Method, Reply
 
 from fedmll.client import Client
 from fedmll.data.federation import build
@@ -19,7 +20,6 @@ from fedmll.engines.local import LocalEngine
 from fedmll.errors import ClientError, ConfigError
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
-from fedmll.methods.base import Method, Reply
 from fedmll.runs.loop import Observer, run
 
 

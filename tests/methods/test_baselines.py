@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import small
+from fedmll.methods.base import Like, Method, WeightedMean, refuse_unlike
 
 from fedmll.client import Batch, Peer
 from fedmll.data.federation import build
@@ -15,7 +16,6 @@ from fedmll.engines.local import LocalEngine
 from fedmll.errors import ReplyRefused
 from fedmll.message import Message
 from fedmll.methods import find
-from fedmll.methods.base import Like, Method, WeightedMean, refuse_unlike
 from fedmll.methods.fedprox import add_proximal_gradient
 from fedmll.runs.loop import run
 

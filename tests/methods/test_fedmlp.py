@@ -27,7 +27,8 @@ from fedmll.message import Message, Tensors
 from fedmll.methods import fedmlp
 from fedmll.methods.fedmlp import FedMLP
 from fedmll.models.flat import FlatWeights
-from fedmll.runs.loop import Observer, Row
+from fedmll.runs.folder import Row
+from fedmll.runs.observers import Observer
 
 OFF = {"method__mld": False, "method__wpc": False, "method__cr": False, "method__st": False}
 EARLY = {  # tags from round 2 on, at once and many

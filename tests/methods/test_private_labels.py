@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import small
+from fedmll.methods.base import Method
 from PIL import Image
 from safetensors.torch import load_file
 from scipy.special import log_softmax
@@ -26,13 +27,13 @@ from fedmll.data.images.unlabelled import read_images
 from fedmll.errors import ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
 from fedmll.message import Message
-from fedmll.methods.base import Method
 from fedmll.methods.parts.rows import HeadRows, own_rows
 from fedmll.methods.parts.tuning import one_thread
 from fedmll.methods.private_labels import PrivateFedAvg, PrivateFedProx
 from fedmll.models.backbones import Classifier
 from fedmll.models.flat import FlatWeights
-from fedmll.runs.loop import Observer, Row
+from fedmll.runs.folder import Row
+from fedmll.runs.observers import Observer
 
 NAMES = ("d", "b", "a", "c")  # not in their own order
 PRIVATE = {"method__name": "private-fedavg", "data__name": "digits"}
