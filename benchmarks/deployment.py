@@ -1,6 +1,6 @@
 """What a round costs beside the training: fedmll's federation against Flower's own FedAvg, as its quickstart does it.
 
-    python benchmarks/serving.py [--rounds 5] [--sites 3]
+    python benchmarks/deployment.py [--rounds 5] [--sites 3]
 
 The same images, network, batches and seeds at the same sites on this machine, one after the other. Flower's side is its
 stock parts (flower-superlink, flower-supernode, `flwr run`, strategy FedAvg, a state_dict as ArrayRecord), insecure and
@@ -76,12 +76,13 @@ def train(msg: Message, context: Context) -> Message:
     begin = time.perf_counter()
     site = recall_site(Path(context.node_config["site"]))
     worker = SiteWorker(site, Setup.from_json(Path(context.run_config["setup"]).read_text()))
-    worker.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    learner = worker.learner
+    learner.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     start = time.perf_counter()
-    reply, _ = worker.train(Plain(worker.weights.dump()), msg.content["config"]["server-round"], None, [])
+    reply, _ = worker.train(Plain(learner.weights.dump()), msg.content["config"]["server-round"], None, [])
     seconds = time.perf_counter() - start
     metrics = {"num-examples": len(worker.data.train), "seconds": seconds, "load": start - begin}
-    content = {"arrays": ArrayRecord(worker.model.state_dict()), "metrics": MetricRecord(metrics)}
+    content = {"arrays": ArrayRecord(learner.model.state_dict()), "metrics": MetricRecord(metrics)}
     return Message(content=RecordDict(content), reply_to=msg)
 '''
 SERVER = """

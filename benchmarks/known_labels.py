@@ -21,6 +21,7 @@ from fedmll.engines.local import LocalEngine
 from fedmll.evaluation import metrics
 from fedmll.experiment import Experiment
 from fedmll.seeding import numpy_generator
+from fedmll.testing import merge
 
 
 def main() -> None:
@@ -49,9 +50,9 @@ def main() -> None:
         try:
             state = engine.start()
             for number in range(1, options.rounds + 1):
-                state = engine.method.merge(state, engine.round(state, number), number)
+                state, _ = merge(engine.method, state, engine.round(state, number), number)
                 if number % options.every == 0 or number == options.rounds:
-                    engine.method.receive(engine.weights, engine.method.deploy(state))
+                    engine.learner.receive(engine.method.deploy(state))
                     without, given = compare(engine, options.seed)
                     print(f"round {number}: nothing given {without:.2f}, half given {given:.2f}", flush=True)
         finally:
@@ -64,19 +65,19 @@ def main() -> None:
 
 def compare(engine: LocalEngine, seed: int) -> tuple[float, float]:
     """mAP of the entries that are not given: with all states unknown, and with the other half of the labels."""
-    data = engine.federation.test
+    data, learner = engine.federation.test, engine.learner
     drawn = numpy_generator(seed, "given").random(data.labels.shape).argsort(1) < data.labels.shape[1] // 2
     known = np.where(drawn, data.labels, np.int8(-1))
     targets = np.where(drawn, np.int8(-1), data.labels)
     scores = []
     for shown in (np.full_like(known, -1), known):
         parts = []
-        engine.model.eval()
+        learner.model.eval()
         with torch.inference_mode():
             for start in range(0, len(data), EVALUATION_BATCH):
                 rows = slice(start, start + EVALUATION_BATCH)
-                images = engine.task.inputs(engine.task.tensor(data.samples(rows)))
-                parts.append(engine.method.predict(engine.model, images, torch.from_numpy(shown[rows])))
+                images = learner.task.inputs(learner.task.tensor(data.samples(rows)))
+                parts.append(learner.method.predict(learner.model, images, torch.from_numpy(shown[rows])))
         scores.append(metrics.evaluate(torch.cat(parts).numpy(), targets, data.classes).values["map"])
     return scores[0], scores[1]
 

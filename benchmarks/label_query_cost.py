@@ -21,14 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmll.client import Batch, Client, Task
+from fedmll.client import Batch, Client, Step, Task, Work
 from fedmll.data.dataset import Dataset
+from fedmll.engines.learner import Learner
 from fedmll.experiment import Experiment
 from fedmll.message import Message
-from fedmll.methods import find
-from fedmll.methods.base import Method
-from fedmll.methods.fedlgt import FedLGT
-from fedmll.models.flat import FlatWeights
+from fedmll.testing import work_of
 
 LIMIT = 1.15
 
@@ -60,10 +58,9 @@ def main() -> None:
 def lgt_round(data: Dataset, encoder: str, epochs: int, repeats: int) -> tuple[float, float, float]:
     plain = trainer(make("fedctran", data, {"training.local_epochs": epochs}), data)
     lgt = make("fedlgt", data, {"training.local_epochs": epochs, "method.encoder": encoder})
-    assert isinstance(lgt, FedLGT)
     whole = trainer(lgt, data)
     client = one_client(lgt, data)
-    times = interleaved([whole, plain, lambda: lgt.teacher(client)], repeats)
+    times = interleaved([whole, plain, lambda: Work(client, Message()).look()], repeats)
     ratio = statistics.median(a / (b + c) for a, b, c in times)
     return ratio, statistics.median(t[1] for t in times), statistics.median(t[2] for t in times)
 
@@ -76,35 +73,34 @@ def nca_step(data: Dataset, repeats: int) -> tuple[float, float]:
 
 def stepper(data: Dataset, regularised: bool) -> Callable[[], None]:
     changes = {"method.neg": regularised, "method.pos": regularised, "method.lambda_neg": 1.0}
-    method = make("fednca-ml", data, changes)
-    model = method.model().train()
-    optimizer = method.optimizer(FlatWeights(model).parameters)
+    learner = make("fednca-ml", data, changes)
+    work = work_of(learner, one_client(learner, data))
+    optimizer = learner.optimizer(learner.weights.parameters, {})
     raw, targets = torch.from_numpy(data.samples(slice(0, 32))), torch.from_numpy(data.labels[:32])
 
     def step() -> None:
-        batch = Batch(method.task, torch.arange(32), raw, targets, "none", torch.Generator())
-        method.loss(model, batch, {}).backward()
+        batch = Batch(learner.task, torch.arange(32), raw, targets, "none", torch.Generator())
+        learner.loss(Step(work, batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def trainer(method: Method, data: Dataset) -> Callable[[], Message]:
-    client = one_client(method, data)
+def trainer(learner: Learner, data: Dataset) -> Callable[[], Message]:
+    client = one_client(learner, data)
     message = Message(client.weights.dump())
-    return lambda: method.train(client, message, {})
+    return lambda: learner.train(client, message, {})
 
 
-def make(name: str, data: Dataset, changes: dict[str, Any]) -> Method:
+def make(name: str, data: Dataset, changes: dict[str, Any]) -> Learner:
     experiment = Experiment().changed({"method.name": name, "training.batch_size": 16} | changes)
-    return find(name)(Task(experiment, data.classes, data.sample_shape, 1, torch.device("cpu")))
+    return Learner(Task(experiment, data.classes, data.sample_shape, 1, torch.device("cpu")))
 
 
-def one_client(method: Method, data: Dataset) -> Client:
-    model = method.model()
+def one_client(learner: Learner, data: Dataset) -> Client:
     everything = torch.ones(len(data.classes), dtype=torch.bool)
-    return Client(method.task, "c000", 1, data, everything, everything, model, FlatWeights(model))
+    return Client(learner.task, "c000", 1, data, everything, everything, learner.model, learner.weights)
 
 
 def random_data(samples: int, classes: int, size: int) -> Dataset:

@@ -49,6 +49,7 @@ def measure(
     from fedmll.engines.local import LocalEngine
     from fedmll.experiment import Experiment, merged
     from fedmll.methods.parts.correlation import spectral_blocks
+    from fedmll.testing import merge
 
     settings = merged(
         {},
@@ -72,15 +73,14 @@ def measure(
         state = engine.start()
         # one client's step before the count begins: torch's own buffers are not the method's
         message = engine.method.send(state, engine.peers[0], 1)
-        client = engine.federation.client(engine.peers[0], 1, engine.method, engine.model, engine.weights)
-        engine.method.train(client, message, {})
+        engine.learner.train(engine.learner.client(engine.federation, engine.peers[0], 1), message, {})
         spectral_blocks(torch.rand(20, 20), 5, seed=0)  # loads SciPy and scikit-learn
         before, times = peak(), []
         for number in range(1, rounds + 1):
             begin = time.process_time()
-            state = engine.method.merge(state, engine.round(state, number), number)
+            state, _ = merge(engine.method, state, engine.round(state, number), number)
             times.append(time.process_time() - begin)
-    model = engine.weights.vector.numel() * 4 / 1e6
+    model = engine.learner.weights.vector.numel() * 4 / 1e6
     kept = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)) / 1e6
     participants = len(engine.federation.participants(1))
     # the first round has no consensus yet

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from fedmll import run
 from fedmll.cli import display
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
+from fedmll.engines.learner import Learner
 from fedmll.evaluation import metrics
-from fedmll.evaluation.pooled import METRICS, evaluate_pooled, predict
+from fedmll.evaluation.pooled import METRICS, evaluate_pooled
 
 
 def test_the_known_metrics_are_those_of_a_run() -> None:
@@ -91,19 +93,20 @@ def test_accuracy_needs_exactly_one_label_on_every_sample(small_federation: Fede
 
 
 def test_predictions_come_batch_by_batch_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedmll.evaluation.pooled.EVALUATION_BATCH", 4)
+    monkeypatch.setattr("fedmll.engines.learner.EVALUATION_BATCH", 4)
     sizes: list[int] = []
 
     class Method:
-        task = SimpleNamespace(tensor=torch.from_numpy, inputs=lambda raw: raw + 1)
-
         def predict(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
             assert not model.training and torch.is_inference_mode_enabled()
             sizes.append(len(inputs))
             return model(inputs)
 
     data = Dataset(np.arange(13, dtype=np.float32)[:, None], np.zeros((13, 1), np.int8), ("a",))
-    found = predict(Method(), torch.nn.Identity(), data, 2, 12)  # type: ignore[arg-type]
+    learner: Any = Learner.__new__(Learner)
+    learner.method, learner.model = Method(), torch.nn.Identity()
+    learner.task = SimpleNamespace(tensor=torch.from_numpy, inputs=lambda raw: raw + 1)
+    found = learner.predict(data, 2, 12)
     assert found.flatten().tolist() == list(range(3, 13))
     assert sizes == [4, 4, 2]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedmll import methods
+from fedmll import registry
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment, merged
 
@@ -83,7 +83,7 @@ def test_bad_files(tmp_path: Path) -> None:
 
 
 def test_every_published_setting_is_a_valid_one() -> None:
-    for name, method in methods.registry().items():
+    for name, method in registry.all_of("method").items():
         if not name.startswith("test-"):
             changed = Experiment().changed({"data.name": "digits", "method.name": name} | method.published)
             assert changed.method.name == name

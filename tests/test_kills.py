@@ -17,10 +17,11 @@ import torch
 from conftest import small
 
 from fedmll import Experiment, resume, run
-from fedmll.client import Client
+from fedmll.client import Work
 from fedmll.files import checksum, is_leftover
-from fedmll.message import Message, Tensors
-from fedmll.methods.base import Method
+from fedmll.message import Tensors
+from fedmll.methods.method import Method
+from fedmll.methods.parts.basic import Mean
 
 EXPERIMENT = {
     "training__rounds": 8,
@@ -30,15 +31,20 @@ EXPERIMENT = {
 }
 
 
-class Drifting(Method):
+class DriftingMean(Mean):
     """Has a client memory that matters for the weights: resuming must find the right one."""
 
-    name: ClassVar[str] = "test-drifting"
+    name: ClassVar[str] = "test-drifting-mean"
 
-    def finish(self, client: Client, local: dict, reply: Message, memory: Tensors) -> None:
-        drift = memory.get("drift", torch.zeros_like(reply["weights"]))
-        memory["drift"] = 0.5 * drift + reply["weights"]
-        reply.tensors["weights"] = 0.5 * reply["weights"] + 0.25 * memory["drift"]
+    def finish(self, work: Work, mine: None) -> Tensors:
+        reply, memory = super().finish(work, mine), work.memory(self.name)
+        memory["drift"] = 0.5 * memory.get("drift", torch.zeros_like(reply["weights"])) + reply["weights"]
+        return reply | {"weights": 0.5 * reply["weights"] + 0.25 * memory["drift"]}
+
+
+class Drifting(Method):
+    name: ClassVar[str] = "test-drifting"
+    average = DriftingMean
 
 
 def in_child(work: Callable[[], object]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import small
-from fedmll.methods.base import Like, Method
 from PIL import Image
 
-from fedmll import Experiment, Observer, methods, resume, run
-from fedmll.client import Client
+from fedmll import Experiment, Observer, methods, registry, resume, run
+from fedmll.client import Peer, Work
 from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError, DataError
 from fedmll.message import Message, Tensors
+from fedmll.methods.contract import Like, Merger, Part, Records
+from fedmll.methods.method import Method
+from fedmll.methods.parts.basic import Absent, WeightedMean
 from fedmll.runs import checkpoint, grid
 
 TWELVE = {
@@ -106,20 +109,42 @@ def test_a_hundred_rounds(tmp_path: Path) -> None:
 # Replies that carry other things than weights
 
 
-class Variates(Method):
+class Variate(Part):
     """Sends a vector that starts at nothing and grows large, as control variates do, and says so."""
 
+    name: ClassVar[str] = "test-variate"
+
+    def start(self) -> Tensors:
+        return {"variate": torch.zeros(3)}
+
+    def send(self, state: Tensors, peer: Peer, round: int) -> Tensors:
+        return state
+
+    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+        return {"variate": Like((3,), low=-1e9, high=1e9)}
+
+    def finish(self, work: Work, mine: None) -> Tensors:
+        assert work.received(self.name)["variate"].tolist() == [1e6 * (work.round - 1)] * 3
+        return {"variate": torch.full((3,), 1e6 * work.round)}
+
+    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
+        return MeanVariate()
+
+
+class MeanVariate(Merger):
+    def __init__(self) -> None:
+        self.mean = WeightedMean()
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        self.mean.add({"variate": reply["variate"]}, reply.numbers["samples"])
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        return self.mean.result(), {}
+
+
+class Variates(Method):
     name: ClassVar[str] = "test-variates"
-
-    def expects(self, sent: Message, round: int) -> dict[str, Like]:
-        return super().expects(sent, round) | {"variate": Like((3,), low=-1e9, high=1e9)}
-
-    def send(self, state: Tensors, client: Any, round: int) -> Message:
-        message = super().send(state, client, round)
-        return Message(message.tensors | {"variate": state.get("variate", torch.zeros(3))})
-
-    def finish(self, client: Client, local: dict, reply: Message, memory: Tensors) -> None:
-        reply.tensors["variate"] = torch.full((3,), 1e6 * client.round)
+    parts = (Absent, Variate)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -282,7 +307,7 @@ def test_the_upper_bound_has_all_data_and_all_labels(tmp_path: Path) -> None:
     assert data.report["dropped"] > 0
     engine = LocalEngine(data, tmp_path)
     engine.close()
-    client = data.client(engine.peers[0], 1, engine.method, engine.model, engine.weights)
+    client = engine.learner.client(data, engine.peers[0], 1)
     assert len(client.data) + len(data.held_out) == 250
     assert not set(client.data.rows) & set(data.held_out.rows)
     assert (client.data.labels >= 0).all()
@@ -335,12 +360,12 @@ def test_the_newest_definition_of_a_method_wins() -> None:
     define("first")
     newest = define("second")
     assert methods.find("test-notebook") is newest
-    assert methods.registry()["test-notebook"].summary == "second"
+    assert registry.all_of("method")["test-notebook"].summary == "second"
 
 
 def test_a_built_in_name_is_taken() -> None:
-    methods.registry()
-    with pytest.raises(ConfigError, match="'fedavg', the name of a built-in method"):
+    registry.all_of("method")
+    with pytest.raises(ConfigError, match="'fedavg' in __main__ has the name of a built-in method"):
         type("Mine", (Method,), {"name": "fedavg", "__module__": "__main__"})
     assert methods.find("fedavg").__module__ == "fedmll.methods.fedavg"
 

@@ -16,11 +16,13 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fedmll.client import Client
+from fedmll.client import Work
 from fedmll.deploy import keys
 from fedmll.experiment import Experiment
-from fedmll.message import Message, Tensors
-from fedmll.methods.base import Method
+from fedmll.message import Tensors
+from fedmll.methods.contract import option
+from fedmll.methods.method import Method
+from fedmll.methods.parts.basic import Mean
 
 CLASSES = [f"digit-{number}" for number in range(10)]
 NAMES = ("site-a", "site-b", "site-c")
@@ -89,40 +91,50 @@ def write_csv(path: Path, rows: list[list[str]]) -> None:
         csv.writer(file).writerows(rows)
 
 
-class Drifting(Method):
+class DriftingMean(Mean):
     """Has a client memory that matters for the weights; takes its time, so that something can happen in a round."""
 
-    name: ClassVar[str] = "test-drifting-slowly"
+    name: ClassVar[str] = "test-drifting-slowly-mean"
 
-    class Options(Method.Options):
-        seconds: float = 0.0
+    class Options(Mean.Options):
+        seconds: float = option(0.0, "how long it takes")
 
-    options: Options
-
-    def finish(self, client: Client, local: dict, reply: Message, memory: Tensors) -> None:
+    def finish(self, work: Work, mine: None) -> Tensors:
         time.sleep(self.options.seconds)
-        drift = memory.get("drift", torch.zeros_like(reply["weights"]))
-        memory["drift"] = 0.5 * drift + reply["weights"]
-        reply.tensors["weights"] = 0.5 * reply["weights"] + 0.25 * memory["drift"]
+        reply, memory = super().finish(work, mine), work.memory(self.name)
+        memory["drift"] = 0.5 * memory.get("drift", torch.zeros_like(reply["weights"])) + reply["weights"]
+        return reply | {"weights": 0.5 * reply["weights"] + 0.25 * memory["drift"]}
+
+
+class Drifting(Method):
+    name: ClassVar[str] = "test-drifting-slowly"
+    average = DriftingMean
+
+
+class EvilMean(Mean):
+    """site-b replies something else every round."""
+
+    name: ClassVar[str] = "test-evil-mean"
+
+    def finish(self, work: Work, mine: None) -> Tensors:
+        reply = super().finish(work, mine)
+        if work.client.name != "site-b":
+            return reply
+        weights = reply["weights"]
+        if work.round == 1:
+            weights[3] = torch.nan
+        elif work.round == 2:
+            reply["weights"] = weights[:-1]
+        elif work.round == 3:
+            reply["backdoor"] = weights
+        elif work.round == 4:
+            weights.mul_(100)
+        return reply
 
 
 class Evil(Method):
-    """site-b replies something else every round."""
-
     name: ClassVar[str] = "test-evil"
-
-    def finish(self, client: Client, local: dict, reply: Message, memory: Tensors) -> None:
-        if client.name != "site-b":
-            return
-        weights = reply["weights"]
-        if client.round == 1:
-            weights[3] = torch.nan
-        elif client.round == 2:
-            reply.tensors["weights"] = weights[:-1]
-        elif client.round == 3:
-            reply.tensors["backdoor"] = weights
-        elif client.round == 4:
-            weights.mul_(100)
+    average = EvilMean
 
 
 if __name__ == "__main__":

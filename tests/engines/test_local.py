@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,56 +12,83 @@ import numpy as np
 import pytest
 import torch
 from conftest import small
-from fedmll.methods.base import Method, Reply
 
-from fedmll.client import Client
+from fedmll.client import Peer, Work
 from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ClientError, ConfigError
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
-from fedmll.runs.loop import Observer, run
+from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records
+from fedmll.methods.method import Method
+from fedmll.methods.parts.basic import Absent
+from fedmll.runs.loop import run
+from fedmll.runs.observers import Observer
+
+
+class Counting(Part):
+    """Counts its rounds in the client's memory and sends the count along."""
+
+    name: ClassVar[str] = "test-counting"
+
+    def finish(self, work: Work, mine: None) -> Tensors:
+        memory = work.memory(self.name)
+        memory["rounds"] = memory.get("rounds", torch.zeros(1)) + 1
+        return {"rounds": memory["rounds"]}
+
+    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+        return {"rounds": Like((1,), low=1)}
+
+    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
+        return Sum()
+
+
+class Sum(Merger):
+    total = 0.0
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        self.total += reply["rounds"].item()
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        return {}, {"remembered": self.total}
 
 
 class Remembering(Method):
-    """Counts its rounds in the client's memory and sends the count along."""
-
     name: ClassVar[str] = "test-remembering"
-
-    def finish(self, client: Client, local: dict, reply: Message, memory: Tensors) -> None:
-        memory["rounds"] = memory.get("rounds", torch.zeros(1)) + 1
-        reply.numbers["rounds"] = memory["rounds"].item()
-
-    def merge(self, state: Tensors, replies: Iterable[Reply], round: int) -> Tensors:
-        kept = list(replies)
-        self.records["remembered"] = sum(reply.numbers["rounds"] for _, reply in kept)
-        return super().merge(state, kept, round)
+    parts = (Absent, Counting)
 
 
-class Deadly(Method):
+class Killing(Part):
     """Kills its worker in round 2 at client c001, as the out-of-memory killer does: always, or only at first."""
 
-    name: ClassVar[str] = "test-deadly"
+    name: ClassVar[str] = "test-killing"
 
-    class Options(Method.Options):
+    class Options(PartOptions):
         flag: str = ""  # a file: die while it does not exist
         always: bool = False
 
-    options: Options
-
-    def prepare(self, client: Client, message: Message, memory: Tensors) -> dict:
+    def prepare(self, work: Work) -> None:
         flag = Path(self.options.flag)
-        if client.round == 2 and client.name == "c001" and (self.options.always or not flag.exists()):
+        if work.round == 2 and work.client.name == "c001" and (self.options.always or not flag.exists()):
             flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().prepare(client, message, memory)
+
+
+class Deadly(Method):
+    name: ClassVar[str] = "test-deadly"
+    parts = (Absent, Killing)
+
+
+class Bug(Part):
+    name: ClassVar[str] = "test-bug"
+
+    def prepare(self, work: Work) -> None:
+        raise ValueError("a bug in a method")
 
 
 class Broken(Method):
     name: ClassVar[str] = "test-broken"
-
-    def prepare(self, client: Client, message: Message, memory: Tensors) -> dict:
-        raise ValueError("a bug in a method")
+    parts = (Absent, Bug)
 
 
 def weights_of(experiment: Experiment) -> dict[str, torch.Tensor]:
@@ -145,10 +172,10 @@ def test_predictions_do_not_depend_on_how_they_are_cut(tmp_path: Path) -> None:
     try:
         state = engine.start()
         (scores,) = engine.predict(state, "test")
-        engine.model.eval()
+        model = engine.learner.model.eval()
         pixels = torch.from_numpy(data.test.store[data.test.rows]).float() / 255
         with torch.no_grad():
-            expected = torch.sigmoid(engine.model((pixels - 0.5) / 0.5)).numpy()
+            expected = torch.sigmoid(model((pixels - 0.5) / 0.5)).numpy()
         np.testing.assert_allclose(scores, expected, atol=1e-5)
     finally:
         engine.close()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedmll.client import Batch, Client, Peer, task_of
 from fedmll.data.federation import Federation
+from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
@@ -149,7 +150,8 @@ def merged(method: Any, state: Tensors, exchanges: Iterable[Exchange], number: i
 
 
 def method_for(federation: Federation, experiment: Experiment) -> Any:
-    return find(experiment.method.name).made(task_of(replace(federation, experiment=experiment)))
+    """With a network of its own."""
+    return Learner(task_of(replace(federation, experiment=experiment))).method
 
 
 # ---- what happens inside a client

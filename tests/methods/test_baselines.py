@@ -8,34 +8,29 @@ import numpy as np
 import pytest
 import torch
 from conftest import small
-from fedmll.methods.base import Like, Method, WeightedMean, refuse_unlike
 
-from fedmll.client import Batch, Peer
+from fedmll.client import Peer, Step, task_of
 from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ReplyRefused
 from fedmll.message import Message
 from fedmll.methods import find
-from fedmll.methods.fedprox import add_proximal_gradient
+from fedmll.methods.contract import Like, refuse_unlike
+from fedmll.methods.parts.basic import WeightedMean
+from fedmll.methods.parts.proximal import Proximal
 from fedmll.runs.loop import run
+from fedmll.testing import client_of, learner_of, merge, step_of, work_of
 
 PEER = Peer(0, "c000", torch.ones(3, dtype=torch.bool))
 
 
-def method_and_batch(name: str, targets: list[list[int]]) -> tuple[Method, Batch]:
-    task = build(small(method__name=name)).task()
-    labels = torch.tensor(targets, dtype=torch.int8)
-    batch = Batch(task, torch.arange(len(labels)), torch.zeros(len(labels), 3), labels, "none", torch.Generator())
-    return find(name)(task), batch
-
-
-class Fixed(torch.nn.Module):
-    def __init__(self, logits: np.ndarray) -> None:
-        super().__init__()
-        self.logits = torch.tensor(logits, dtype=torch.float32)
-
-    def forward(self, _: torch.Tensor) -> torch.Tensor:
-        return self.logits
+def loss_of_logits(name: str, logits: np.ndarray, targets: list[list[int]]) -> float:
+    """The method's loss of a batch whose logits are these."""
+    learner = learner_of(small(method__name=name))
+    work = work_of(learner, client_of(learner, np.array(targets)))
+    step = step_of(learner, work)
+    step.logits = torch.tensor(logits, dtype=torch.float32)[step.rows]
+    return learner.loss(step).item()
 
 
 LOGITS = np.array([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]])
@@ -43,30 +38,37 @@ TARGETS = [[1, -1, 0], [-1, -1, 1]]
 
 
 def test_fedavg_takes_unknown_as_absent() -> None:
-    method, batch = method_and_batch("fedavg", TARGETS)
     y = np.array([[1, 0, 0], [0, 0, 1]])
     p = 1 / (1 + np.exp(-LOGITS))
     expected = -(y * np.log(p) + (1 - y) * np.log(1 - p)).mean()
-    assert method.loss(Fixed(LOGITS), batch, {}).item() == pytest.approx(expected, abs=1e-6)
+    assert loss_of_logits("fedavg", LOGITS, TARGETS) == pytest.approx(expected, abs=1e-6)
 
 
 def test_fedavg_pl_leaves_unknown_out() -> None:
-    method, batch = method_and_batch("fedavg-pl", TARGETS)
     sigmoid = 1 / (1 + np.exp(-LOGITS))
     known = [-np.log(sigmoid[0, 0]), -np.log(1 - sigmoid[0, 2]), -np.log(sigmoid[1, 2])]
-    assert method.loss(Fixed(LOGITS), batch, {}).item() == pytest.approx(np.mean(known), abs=1e-6)
+    assert loss_of_logits("fedavg-pl", LOGITS, TARGETS) == pytest.approx(np.mean(known), abs=1e-6)
 
 
 def test_fedprox_gradient_is_that_of_the_penalty() -> None:
-    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    start = torch.tensor([0.5, 2.5, 1.0])
-    (0.3 / 2 * ((parameter - start) ** 2).sum()).backward()
-    expected = parameter.grad.clone()
-    parameter.grad = torch.zeros(3)
-    add_proximal_gradient([parameter], [start], mu=0.3)
-    torch.testing.assert_close(parameter.grad, expected)
-    with pytest.raises(ValueError, match="shorter"):  # a penalty on some of the parameters would not be seen
-        add_proximal_gradient([parameter, parameter], [start], mu=0.3)
+    learner = learner_of(small(method__name="fedprox", method__mu=0.3))
+    part = learner.method.part(Proximal)
+    work = work_of(learner, client_of(learner, np.array(TARGETS)))
+    start = work.fixed[part.name]
+    parameters, generator = work.client.weights.parameters, torch.Generator().manual_seed(0)
+    origin = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter += torch.randn(parameter.shape, generator=generator)
+    penalty = sum(((p - o) ** 2).sum() for p, o in zip(parameters, origin, strict=True))
+    expected = torch.autograd.grad(0.3 / 2 * penalty, parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    part.adjust(work, start)
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 1 + gradient)
+    with pytest.raises(RuntimeError, match="size of tensor"):  # a penalty on some of the parameters would not be seen
+        part.adjust(work, start[:-1])
 
 
 def test_fedprox_without_its_penalty_is_fedavg_and_with_it_stays_nearer() -> None:
@@ -75,7 +77,7 @@ def test_fedprox_without_its_penalty_is_fedavg_and_with_it_stays_nearer() -> Non
     strong = run(small(method__name="fedprox", method__mu=100.0, training__optimizer="sgd", training__lr=0.01)).weights
     free = run(small(method__name="fedprox", method__mu=0.0, training__optimizer="sgd", training__lr=0.01)).weights
     assert all(torch.equal(plain[name], off[name]) for name in plain)
-    start = dict(find("fedavg")(build(small()).task()).model().named_parameters())
+    start = dict(find("fedavg")(task_of(build(small()))).model().named_parameters())
     moved = [sum((w[n] - start[n]).norm().item() for n in start) for w in (strong, free)]
     assert moved[0] < 0.7 * moved[1]
 
@@ -86,8 +88,8 @@ def test_average_by_size_and_equal(tmp_path: Path) -> None:
         (PEER, Message({"weights": torch.tensor([5.0, 20.0]), "counters": torch.tensor([9])}, {"samples": 3.0})),
     ]
     for weights, expected in (("size", [4.0, 17.5]), ("equal", [3.0, 15.0])):
-        method = find("fedavg")(build(small(method__weights=weights)).task())
-        state = method.merge({"weights": torch.zeros(2)}, iter(replies), 1)
+        method = find("fedavg")(task_of(build(small(method__weights=weights))))
+        state, _ = merge(method, {"weights": torch.zeros(2)}, iter(replies), 1)
         assert state["weights"].tolist() == expected
         assert state["counters"].tolist() == [3]  # integers are the first reply's
 
@@ -99,20 +101,21 @@ def test_fedavg_round_by_hand(tmp_path: Path) -> None:
     result = run(experiment).weights
     engine = LocalEngine(data, tmp_path)
     try:
+        learner = engine.learner
         start, weighted = engine.start(), dict.fromkeys(result, 0.0)
         for peer in engine.peers:
-            client = data.client(peer, 1, engine.method, engine.model, engine.weights)
-            engine.weights.load(start)
-            engine.model.train()
+            client = learner.client(data, peer, 1)
+            learner.weights.load(start)
+            learner.model.train()
             for batch in client.batches():
                 loss = torch.nn.functional.binary_cross_entropy_with_logits(
-                    engine.model((batch.raw.float() / 255 - 0.5) / 0.5), (batch.targets == 1).float()
+                    learner.model((batch.raw.float() / 255 - 0.5) / 0.5), (batch.targets == 1).float()
                 )
                 for parameter, gradient in zip(
-                    engine.weights.parameters, torch.autograd.grad(loss, engine.weights.parameters), strict=True
+                    learner.weights.parameters, torch.autograd.grad(loss, learner.weights.parameters), strict=True
                 ):
                     parameter.data -= 0.1 * gradient
-            for name, value in engine.weights.named(engine.weights.dump()).items():
+            for name, value in learner.weights.named(learner.weights.dump()).items():
                 weighted[name] = weighted[name] + value.double() * len(client.data)
         total = data.sizes.sum()
         for name, value in result.items():
@@ -158,7 +161,7 @@ def test_centralized_trains_on_the_fully_annotated_pool_and_keeps_the_best_round
     data = build(experiment)
     engine = LocalEngine(data, tmp_path)
     engine.close()
-    client = data.client(engine.peers[0], 1, engine.method, engine.model, engine.weights)
+    client = engine.learner.client(data, engine.peers[0], 1)
     assert len(client.data) == data.sizes.sum()
     assert (client.data.labels >= 0).all()
     assert (data.train.labels < 0).any()
@@ -185,12 +188,13 @@ def test_a_reply_says_how_many_steps_there_were_and_their_mean_loss(tmp_path: Pa
     state = engine.start()
     replies = list(engine.round(state, 1))
     engine.close()
-    engine.weights.load(state)
+    learner = engine.learner
+    learner.weights.load(state)
     for peer, reply in replies:
-        client = data.client(peer, 1, engine.method, engine.model, engine.weights)
+        work = work_of(learner, learner.client(data, peer, 1))
         with torch.no_grad():
-            losses = [engine.method.loss(client.model, batch, {}).item() for batch in client.batches()]
+            losses = [learner.loss(Step(work, batch)).item() for batch in work.client.batches()]
         assert reply.numbers["steps"] == len(losses)
         assert reply.numbers["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-        assert reply.numbers["samples"] == len(client.data)
+        assert reply.numbers["samples"] == len(work.client.data)
     assert max(reply.numbers["steps"] for _, reply in replies) > 3

@@ -105,6 +105,12 @@ DEFAULTS: dict[str, Rows] = {
         "warmup_consistency": (False, "FedMLP, Section 2.1: L_WPC alone; true is the released code's"),
         "view": ("weak", "FedMLP, Section 2.1: data augmentation; which: released code"),
     },
+    "compose": {
+        "head": ("linear", "ours"),
+        "parts": (("absent",), "ours"),
+        "average": ("mean", "ours"),
+        "mean": ({"weights": "size"}, "McMahan et al. 2017, Alg. 1: n_k/n"),
+    },
     "centralized": BY_SIZE | {"of": ("fedavg-pl", "ours: every known label, the plain head")},
     "private-fedavg": PRIVATE,
     "private-fedprox": PRIVATE | PROXIMAL,

@@ -8,20 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import same_bits, word_vectors
+from builders import same_bits, watched, word_vectors
 from conftest import small
 from scipy import stats
 
-from fedmll.client import Batch
-from fedmll.data.federation import Federation, build
+from fedmll.client import Batch, Step, Work, task_of
+from fedmll.data.federation import build
+from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError
 from fedmll.evaluation import metrics
 from fedmll.experiment import Experiment
 from fedmll.methods import find
-from fedmll.methods.fedctran import FedCTran, random_known
-from fedmll.methods.fedlgt import FedLGT, uncertain
+from fedmll.methods.fedctran import Drawn, LabelMask, random_known
+from fedmll.methods.fedlgt import ClientAwareMask, uncertain
 from fedmll.runs.loop import run
+from fedmll.testing import client_of, merge, work_of
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +35,20 @@ def lgt(encoder: str, **options: Any) -> Experiment:
     return small(**{"method__name": "fedlgt", "method__encoder": encoder} | options)
 
 
-def one_batch(data: Federation, name: str, targets: np.ndarray) -> tuple[Any, Batch]:
-    method = find(name)(data.task())
-    raw = torch.from_numpy(data.train.samples(slice(0, len(targets))))
-    rows = torch.arange(len(targets))
-    return method, Batch(method.task, rows, raw, torch.from_numpy(targets), "none", torch.Generator())
+def one_step(experiment: Experiment, targets: np.ndarray, rows: list[int] | None = None) -> tuple[Learner, Step]:
+    """All of a client's samples as one batch, or these; no part has shaped it yet."""
+    learner = Learner(task_of(build(experiment)))
+    work = work_of(learner, client_of(learner, targets))
+    data, places = work.client.data, np.arange(len(targets)) if rows is None else np.array(rows)
+    raw, labels = torch.from_numpy(data.samples(places)), torch.from_numpy(data.labels[places])
+    return learner, Step(work, Batch(learner.task, torch.from_numpy(places), raw, labels, "none", torch.Generator()))
+
+
+def mask_labels(learner: Learner, step: Step, seed: int) -> torch.Tensor:
+    """What label mask training tells the network."""
+    learner.method.part(LabelMask).shape(step, Drawn(torch.Generator().manual_seed(seed), None))
+    assert step.states is not None
+    return step.states
 
 
 # ---- label mask training
@@ -67,24 +78,24 @@ TARGETS = np.array([[1, 0, -1, 0, 0, 1, 0, 0, -1, 0], [0] * 10, [-1] * 10, [1] *
 
 
 def test_states_are_targets_or_unknown() -> None:
-    method, batch = one_batch(build(small(method__name="fedctran")), "fedctran", np.repeat(TARGETS, 50, axis=0))
-    states = method.states(batch, {"mask": torch.Generator().manual_seed(0)})
+    learner, step = one_step(small(method__name="fedctran"), np.repeat(TARGETS, 50, axis=0))
+    states, batch = mask_labels(learner, step, 0), step.batch
     told = states >= 0
     assert torch.equal(states[told], batch.targets[told])
     assert (states[batch.targets < 0] == -1).all()
     assert 0.2 < told[batch.targets >= 0].float().mean() < 0.5  # ⌊7.5⌋/2 of 10
 
 
-def test_loss_is_summed_over_what_is_unknown_to_the_model_and_annotated(monkeypatch: pytest.MonkeyPatch) -> None:
-    method, batch = one_batch(build(small(method__name="fedctran")), "fedctran", TARGETS)
+def test_loss_is_summed_over_what_is_unknown_to_the_model_and_annotated() -> None:
+    learner, step = one_step(small(method__name="fedctran"), TARGETS)
     states = torch.from_numpy(TARGETS).clone()
     hidden = np.random.default_rng(0).random(TARGETS.shape) < 0.5
     states[torch.from_numpy(hidden)] = -1
-    monkeypatch.setattr(method, "states", lambda *_: states)
-    model = method.model().eval()
+    step.states = states
+    model = learner.model.eval()
     with torch.no_grad():
-        z = model(batch.images, states).double().numpy()
-        found = method.loss(model, batch, {}).item()
+        z = model(step.batch.images, states).double().numpy()
+        found = learner.loss(step).item()
     p = 1 / (1 + np.exp(-z))
     full = -np.where(TARGETS == 1, np.log(p), np.log(1 - p))
     counted = hidden & (TARGETS >= 0)
@@ -93,11 +104,12 @@ def test_loss_is_summed_over_what_is_unknown_to_the_model_and_annotated(monkeypa
 
 
 def test_loss_is_finite_for_extreme_logits() -> None:
-    method, batch = one_batch(build(small(method__name="fedctran")), "fedctran", TARGETS)
-    model = method.model()
+    learner, step = one_step(small(method__name="fedctran"), TARGETS)
+    model = learner.model
     with torch.no_grad():
         model.bias.copy_(torch.tensor([100.0, -100.0] * 5))
-    loss = method.loss(model, batch, {"mask": torch.Generator().manual_seed(0)})
+    mask_labels(learner, step, 0)
+    loss = learner.loss(step)
     loss.backward()
     assert torch.isfinite(loss)
     assert loss.item() > 50
@@ -116,17 +128,24 @@ def test_uncertain_is_exactly_the_closed_interval() -> None:
 
 
 def test_ca_mle_hides_exactly_the_uncertain_entries(glove: str) -> None:
-    data = build(lgt(glove))
-    method, batch = one_batch(data, "fedlgt", TARGETS)
     hide = torch.from_numpy(np.random.default_rng(3).random((30, 10)) < 0.3)
-    batch.rows = torch.tensor([7, 2, 29, 11])
-    plain = FedCTran.states(method, batch, {"mask": torch.Generator().manual_seed(1)})
-    found = method.states(batch, {"mask": torch.Generator().manual_seed(1), "uncertain": hide})
-    expected = torch.where(hide[[7, 2, 29, 11]], torch.tensor(-1, dtype=torch.int8), plain)
+    rows = [7, 2, 29, 11]
+    targets = np.zeros((30, 10), dtype=np.int8)
+    targets[rows] = TARGETS
+
+    def states(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Before and after."""
+        learner, step = one_step(lgt(glove, **options), targets, rows)
+        plain = mask_labels(learner, step, 1).clone()
+        learner.method.part(ClientAwareMask).shape(step, hide)
+        return plain, step.states
+
+    plain, found = states()
+    expected = torch.where(hide[rows], torch.tensor(-1, dtype=torch.int8), plain)
     assert torch.equal(found, expected)
     assert not torch.equal(found, plain)
-    first = one_batch(build(lgt(glove, method__compat="first-sample")), "fedlgt", TARGETS)[0]
-    found = first.states(batch, {"mask": torch.Generator().manual_seed(1), "uncertain": hide})
+    again, found = states(method__compat="first-sample")
+    assert torch.equal(again, plain)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1:], plain[1:])
 
@@ -135,28 +154,31 @@ def test_the_teacher_is_the_global_model_and_predicts_once_a_round(
     glove: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = LocalEngine(build(lgt(glove, training__local_epochs=3)), tmp_path)
-    found: list[torch.Tensor] = []
-    original = FedLGT.teacher
+    learner, found = engine.learner, []
+    original = ClientAwareMask.prepare
 
-    def teacher(self: FedLGT, client: Any) -> torch.Tensor:
-        found.append(original(self, client))
-        return found[-1]
+    def prepare(self: ClientAwareMask, work: Work) -> torch.Tensor:
+        mask = original(self, work)
+        found.append(work.look().probabilities)
+        return mask
 
-    monkeypatch.setattr(FedLGT, "teacher", teacher)
+    monkeypatch.setattr(ClientAwareMask, "prepare", prepare)
     try:
-        start = engine.start()
-        replies = list(engine.round(start, 1))
-        assert len(found) == len(replies) == 4  # one pass a client, not one an epoch
-        data = engine.federation
+        start, data = engine.start(), engine.federation
+        with watched(learner.model) as looks:  # a step's features and logits are no pass through the whole
+            replies = list(engine.round(start, 1))
+        assert len(found) == len(replies) == 4
+        assert sum(len(seen.images) for seen in looks) == data.sizes.sum()  # one pass a client, not one an epoch
+        assert not any(seen.training for seen in looks)
         for (peer, _), p in zip(replies, found, strict=True):
-            engine.weights.load(start)
-            engine.model.eval()
-            images = engine.task.inputs(
+            learner.weights.load(start)
+            learner.model.eval()
+            images = learner.task.inputs(
                 torch.from_numpy(data.train.subset(data.samples[peer.index]).samples(slice(None)))
             )
             with torch.no_grad():
                 unknown = torch.full((len(images), 10), -1, dtype=torch.int8)
-                torch.testing.assert_close(p, torch.sigmoid(engine.model(images, unknown)), atol=1e-5, rtol=0)
+                torch.testing.assert_close(p, torch.sigmoid(learner.model(images, unknown)), atol=1e-5, rtol=0)
     finally:
         engine.close()
 
@@ -185,7 +207,7 @@ def test_prompt_and_fine_names_change_the_embeddings(glove: str, tmp_path: Path)
     (tmp_path / "fine.json").write_text('{"nine": ["eight", "one"]}')
     fine = {"method__fine_names": str(tmp_path / "fine.json")}
     variants = [{}, {"method__prompt": "{class}"}, fine, fine | {"method__fine": "average"}]
-    labels = [find("fedlgt")(build(lgt(glove, **v)).task()).model().labels for v in variants]
+    labels = [find("fedlgt")(task_of(build(lgt(glove, **v)))).model().labels for v in variants]
     for i, a in enumerate(labels):
         assert not any(torch.equal(a, b) for b in labels[:i])
     assert torch.equal(labels[0][:9], labels[2][:9])  # only the class that has fine names
@@ -194,17 +216,18 @@ def test_prompt_and_fine_names_change_the_embeddings(glove: str, tmp_path: Path)
 def test_frozen_embeddings_never_change_and_learned_ones_do(glove: str, tmp_path: Path) -> None:
     engine = LocalEngine(build(lgt(glove)), tmp_path)
     try:
-        before = engine.model.labels.clone(), engine.model.states.clone()
+        learner = engine.learner
+        before = learner.model.labels.clone(), learner.model.states.clone()
         state = engine.start()
         for number in (1, 2):
-            state = engine.method.merge(state, engine.round(state, number), number)
-        engine.method.receive(engine.weights, engine.method.deploy(state))
-        assert torch.equal(engine.model.labels, before[0])
-        assert torch.equal(engine.model.states, before[1])
-        assert not {"labels", "states"} & set(engine.weights.layout)
+            state, _ = merge(engine.method, state, engine.round(state, number), number)
+        learner.receive(engine.method.deploy(state))
+        assert torch.equal(learner.model.labels, before[0])
+        assert torch.equal(learner.model.states, before[1])
+        assert not {"labels", "states"} & set(learner.weights.layout)
     finally:
         engine.close()
-    start = find("fedctran")(build(small(method__name="fedctran")).task()).model()
+    start = find("fedctran")(task_of(build(small(method__name="fedctran")))).model()
     learned = run(small(method__name="fedctran", training__rounds=1)).weights
     assert not torch.equal(learned["labels"], start.labels)
     assert not torch.equal(learned["states"], start.states)
@@ -247,8 +270,8 @@ def test_missing_annotations_other_losses_and_every_worker_count(glove: str, nam
 
 
 def test_known_labels_are_themselves_and_unknown_ones_are_predicted() -> None:
-    method, batch = one_batch(build(small(method__name="fedctran")), "fedctran", TARGETS)
-    model = method.model().eval()
+    learner, step = one_step(small(method__name="fedctran"), TARGETS)
+    method, model, batch = learner.method, learner.model.eval(), step.batch
     with torch.no_grad():
         scores = method.predict(model, batch.images, batch.targets)
         nothing = method.predict(model, batch.images)
@@ -276,16 +299,16 @@ def test_known_labels_help_where_labels_go_together(tmp_path: Path) -> None:
     try:
         state = engine.start()
         for number in range(1, 5):
-            state = engine.method.merge(state, engine.round(state, number), number)
-        engine.method.receive(engine.weights, engine.method.deploy(state))
-        engine.model.eval()
+            state, _ = merge(engine.method, state, engine.round(state, number), number)
+        engine.learner.receive(engine.method.deploy(state))
+        model = engine.learner.model.eval()
         test = engine.federation.test
         known = np.where([True, False, False], test.labels, np.int8(-1))
         hidden = np.where([True, False, False], np.int8(-1), test.labels)
         aps = []
         for given in (None, torch.from_numpy(known)):
             with torch.inference_mode():
-                scores = engine.method.predict(engine.model, torch.from_numpy(test.samples(slice(None))), given)
+                scores = engine.method.predict(model, torch.from_numpy(test.samples(slice(None))), given)
             aps.append(metrics.evaluate(scores.numpy(), hidden, test.classes).values["map"])
     finally:
         engine.close()

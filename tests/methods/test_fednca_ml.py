@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from builders import contrast_by_loops, rejection_by_loops, same_bits, sigmoid
 from conftest import small
 
-from fedmll.client import Batch
+from fedmll.client import Step, task_of
 from fedmll.data.federation import build
+from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError
 from fedmll.methods import find
 from fedmll.methods.fednca_ml import contrast, hinge_rejection, log_rejection
 from fedmll.models.heads import PrototypeClassifier, simplex_etf
 from fedmll.runs.loop import run
+from fedmll.testing import client_of, merge, work_of
 
 # positives and negatives; no negative; no positive; unknown ones; nothing known
 TARGETS = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [-1, 1, 0, -1], [-1, -1, -1, -1]], dtype=np.int8)
@@ -122,14 +125,14 @@ def test_whole_loss_of_a_network() -> None:
     """BCE over the known entries + λ1 L_neg + λ2 L_pos, from the network's own class-wise features."""
     options = {"method__lambda_neg": 0.4, "method__lambda_pos": 0.7, "method__tau": 0.4}
     data = build(nca(**options))
-    method = find("fednca-ml")(data.task())
-    model = method.model().eval()
-    raw = torch.from_numpy(data.train.samples(slice(0, 6)))
+    learner = Learner(task_of(data))
     targets = data.train.labels[:6].copy()
     targets[0, :4] = targets[3, 2:8] = -1
-    batch = Batch(method.task, torch.arange(6), raw, torch.from_numpy(targets), "none", torch.Generator())
+    own = replace(data.train.subset(np.arange(6)), labels=targets)
+    work = work_of(learner, replace(client_of(learner, targets), data=own))
+    model, batch = learner.model.eval(), next(work.client.scan())
     with torch.no_grad():
-        found = method.loss(model, batch, {}).item()
+        found = learner.loss(Step(work, batch)).item()
         h = model.features(batch.images).double().numpy()
     s = h @ simplex_etf(16, 10, 0).double().numpy().T
     p = sigmoid(np.diagonal(s, axis1=1, axis2=2))
@@ -200,17 +203,18 @@ def test_every_option_runs_and_matters(name: str, whole: dict[str, torch.Tensor]
 def test_the_etf_never_changes_and_is_never_sent(tmp_path: Path) -> None:
     engine = LocalEngine(build(nca()), tmp_path)
     try:
-        model = engine.model
+        learner = engine.learner
+        model = learner.model
         before = model.prototypes.clone()
         state = engine.start()
         for number in (1, 2):
-            state = engine.method.merge(state, engine.round(state, number), number)
-        engine.method.receive(engine.weights, engine.method.deploy(state))
+            state, _ = merge(engine.method, state, engine.round(state, number), number)
+        learner.receive(engine.method.deploy(state))
         expected = simplex_etf(16, 10, 0)
         for fixed in (before, model.prototypes, model.ladm.queries):
             assert torch.equal(fixed, expected)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert trained == engine.weights.parameter_end
+        assert trained == learner.weights.parameter_end
         assert not any(p.shape == before.shape for p in model.parameters())
     finally:
         engine.close()
@@ -224,9 +228,9 @@ def test_learnable_queries_learn_and_the_classifier_stays() -> None:
 
 def test_attention_maps_of_a_trained_model() -> None:
     data = build(nca())
-    model = find("fednca-ml")(data.task()).model()
+    model = find("fednca-ml")(task_of(data)).model()
     assert isinstance(model, PrototypeClassifier)
-    images = data.task().inputs(torch.from_numpy(data.test.samples(slice(0, 3))))
+    images = task_of(data).inputs(torch.from_numpy(data.test.samples(slice(0, 3))))
     maps = model.attention(images)
     assert maps.shape[:3] == (3, 4, 10)
     torch.testing.assert_close(maps.sum((-1, -2)), torch.ones(3, 4, 10))
@@ -254,7 +258,7 @@ def test_feature_vectors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["fednca-ml", "fedctran"])
 def test_every_backbone_that_gives_tokens(name: str, backbone: str) -> None:
     data = build(small(method__name=name, model__backbone=backbone, model__channels=(32, 32)))
-    method = find(name)(data.task())
+    method = find(name)(task_of(data))
     images = method.task.inputs(torch.from_numpy(data.test.samples(slice(0, 3))))
     with torch.no_grad():
         scores = method.predict(method.model().eval(), images)

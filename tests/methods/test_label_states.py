@@ -4,6 +4,7 @@ at the network's inputs and outputs. The networks have BatchNorm, whose statisti
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from builders import Exchange, Pass, Rounds, bce, method_for, rounds_of, rows_of, sigmoid, twelve, word_vectors
+from torch import Tensor
 
+from fedmll.client import Peer
 from fedmll.data.federation import Federation, build
 from fedmll.models import text
 from fedmll.models.backbones import build_backbone
@@ -24,6 +27,36 @@ MISSING = {"annotation__kind": "missing", "annotation__missing": 3}
 def federations() -> dict[bool, Federation]:
     """By whether every client annotates everything."""
     return {True: build(twelve()), False: build(twelve(**MISSING))}
+
+
+@contextmanager
+def watched_network(model: CTran) -> Iterator[list[Pass]]:
+    """Every pass through the network, in order: images and states to logits, whether in one call or in two."""
+    passes: list[Pass] = []
+    entered: list[tuple[Any, ...]] = []
+    features, logits = model.features, model.logits
+
+    def enter(images: Tensor, states: Tensor | None = None) -> Tensor:
+        entered.append((images.detach().clone(), None if states is None else states.clone()))
+        return features(images, states)
+
+    def leave(seen: Tensor) -> Tensor:
+        output = logits(seen)
+        passes.append(Pass(model.training, entered.pop(), output.detach().clone()))
+        return output
+
+    model.features, model.logits = enter, leave
+    try:
+        yield passes
+    finally:
+        del model.features, model.logits
+    assert not entered
+
+
+def trained(rounds: Rounds, peer: Peer) -> tuple[Exchange, list[Pass]]:
+    with watched_network(rounds.model) as passes:
+        exchange, _ = rounds.train(peer)
+    return exchange, passes
 
 
 @pytest.fixture
@@ -41,7 +74,7 @@ def second_round(federations: dict[bool, Federation], tmp_path: Path) -> Iterato
         rounds = context.__enter__()
         rounds.next()
         largest = rounds.engine.peers[int(rounds.federation.sizes.argmax())]
-        return *rounds.train(largest), rounds
+        return *trained(rounds, largest), rounds
 
     yield train
     for context in opened:
@@ -92,10 +125,10 @@ def test_the_loss_is_of_what_the_network_was_not_told(second_round: Any, full: b
 
 
 def test_every_round_and_client_has_masks_of_its_own(second_round: Any) -> None:
-    _, passes, rounds = second_round(**fedctran())
-    others = [rounds.train(peer)[1][0] for peer in rounds.engine.peers[:3]]
+    _, passes, rounds = second_round(**fedctran(training__rounds=3))
+    others = [trained(rounds, peer)[1][0] for peer in rounds.engine.peers[:3]]
     rounds.number += 1
-    later = [rounds.train(peer)[1][0] for peer in rounds.engine.peers[:3]]
+    later = [trained(rounds, peer)[1][0] for peer in rounds.engine.peers[:3]]
     masks = {(states_of(seen)[:6] >= 0).tobytes() for seen in [*others, *later]}
     assert len(masks) == 6
     assert all(seen.training for seen in passes)  # without CA-MLE nobody looks at the data first

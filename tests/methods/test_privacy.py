@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from fedmll import run
-from fedmll.client import Client, Task
+from fedmll.client import Client, Task, Work, task_of
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
+from fedmll.engines.learner import Learner
 from fedmll.errors import ClientError
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
-from fedmll.methods.private_labels import PrivateFedAvg
-from fedmll.models.flat import FlatWeights
+from fedmll.methods.private_labels import PrivateFedAvg, Softmax
 
 FEW = ("apple", "bean", "corn", "date")
 MANY = ("egg", "date", "bean", "fig", "apple", "corn", "gum")  # more classes, in another order
@@ -74,16 +74,16 @@ def federation_of(classes: tuple[str, ...], method: dict[str, Any]) -> Federatio
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Every message to the client `us` in a run, byte by byte, and its reply."""
     messages: list[dict[str, Any]] = []
-    real = PrivateFedAvg.train
+    real = Learner.train
 
-    def train(self: PrivateFedAvg, client: Client, message: Message, memory: Tensors) -> Message:
+    def train(self: Learner, client: Client, message: Message, memory: Tensors) -> Message:
         reply = real(self, client, message, memory)
         if client.name == "us":
             content = {name: (t.dtype, tuple(t.shape), t.numpy().tobytes()) for name, t in message.tensors.items()}
             messages.append({"sent": (content, message.numbers), "reply": reply, "memory": memory})
         return reply
 
-    monkeypatch.setattr(PrivateFedAvg, "train", train)
+    monkeypatch.setattr(Learner, "train", train)
     return messages
 
 
@@ -133,17 +133,17 @@ def test_a_client_leaves_only_what_is_its_own(seen: list[dict[str, Any]], tmp_pa
 
 
 def narrowed(classes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Client:
-    """The client as its method's loss, prepare and finish see it."""
+    """The client as its method's parts see it."""
     caught: list[Client] = []
-    real = PrivateFedAvg.prepare
+    real = Softmax.prepare
 
-    def prepare(self: PrivateFedAvg, client: Client, message: Message, memory: Tensors) -> Any:
-        if client.name == "us":
-            caught.append(client)
-        return real(self, client, message, memory)
+    def prepare(self: Softmax, work: Work) -> Any:
+        if work.client.name == "us":
+            caught.append(work.client)
+        return real(self, work)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PrivateFedAvg, "prepare", prepare)
+        patch.setattr(Softmax, "prepare", prepare)
         prepared = federation_of(classes, {"name": "private-fedavg"})
         run(prepared.experiment, prepared=prepared)
     return caught[-1]
@@ -162,19 +162,17 @@ def test_training_sees_two_classes_where_there_are_two(monkeypatch: pytest.Monke
 def test_a_site_that_knows_only_its_own_classes_trains_alike() -> None:
     """As in a real federation: the site's task, data and model are of its own classes, in an order of its own."""
     prepared = federation_of(MANY, {"name": "private-fedavg"})
-    everywhere = PrivateFedAvg(prepared.task(torch.device("cpu")))
-    peer = prepared.peers(everywhere)[0]
-    message = everywhere.send(everywhere.start(FlatWeights(everywhere.model())), peer, 1)
-    model = everywhere.model()
-    simulated = prepared.client(peer, 1, everywhere, model, FlatWeights(model))
+    everywhere = Learner(task_of(prepared))
+    peer = everywhere.peers(prepared)[0]
+    message = everywhere.method.send(everywhere.method.start(), peer, 1)
+    simulated = everywhere.client(prepared, peer, 1)
     columns = np.array([MANY.index(name) for name in ("date", "apple")])
     own = simulated.data.only(columns)
     task = Task(prepared.experiment, own.classes, (WIDTH,), 2, torch.device("cpu"))
-    site_method = PrivateFedAvg(task)
-    site_model = site_method.model()
+    learner = Learner(task)
     both = torch.ones(2, dtype=torch.bool)
-    site = Client(task, "us", 1, own, both, both, site_model, FlatWeights(site_model))
-    replies = [everywhere.train(simulated, message, {}), site_method.train(site, message, {})]
+    site = Client(task, "us", 1, own, both, both, learner.model, learner.weights)
+    replies = [everywhere.train(simulated, message, {}), learner.train(site, message, {})]
     assert torch.equal(replies[0]["weights"], replies[1]["weights"])
     assert replies[0].numbers == replies[1].numbers
 

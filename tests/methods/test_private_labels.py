@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import small
-from fedmll.methods.base import Method
 from PIL import Image
 from safetensors.torch import load_file
 from scipy.special import log_softmax
@@ -20,31 +19,34 @@ from typer.testing import CliRunner
 from fedmll import resume, run
 from fedmll.analysis import coverage
 from fedmll.cli.main import app
-from fedmll.client import Client, Peer, Task
+from fedmll.client import Client, Peer, Step, Task
 from fedmll.data import federation
 from fedmll.data.dataset import Dataset
 from fedmll.data.images.unlabelled import read_images
+from fedmll.engines.learner import Learner
 from fedmll.errors import ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
 from fedmll.message import Message
+from fedmll.methods.parts.by_label import ByLabel
 from fedmll.methods.parts.rows import HeadRows, own_rows
-from fedmll.methods.parts.tuning import one_thread
-from fedmll.methods.private_labels import PrivateFedAvg, PrivateFedProx
-from fedmll.models.backbones import Classifier
+from fedmll.methods.parts.tuning import Tuning
 from fedmll.models.flat import FlatWeights
+from fedmll.models.network import Classifier
 from fedmll.runs.folder import Row
 from fedmll.runs.observers import Observer
+from fedmll.testing import merge, work_of
+from fedmll.threads import one_thread
 
 NAMES = ("d", "b", "a", "c")  # not in their own order
 PRIVATE = {"method__name": "private-fedavg", "data__name": "digits"}
 
 
-def make(cls: type[PrivateFedAvg] = PrivateFedAvg, **options: Any) -> PrivateFedAvg:
+def make(name: str = "private-fedavg", **options: Any) -> Learner:
     """For 6-wide features of four classes; the encoder is one hidden layer of 5."""
     experiment = Experiment.make(
         {
             "data": {"name": "features:none.npz"},
-            "method": {"name": cls.name, **options},
+            "method": {"name": name, **options},
             "model": {"channels": (5,)},
             "partition": {"clients": 3, "server": 0.1},
         }
@@ -52,7 +54,7 @@ def make(cls: type[PrivateFedAvg] = PrivateFedAvg, **options: Any) -> PrivateFed
     server = Dataset(
         np.random.default_rng(9).normal(size=(50, 6)).astype(np.float32), np.zeros((50, 4), np.int8), NAMES
     )
-    return cls(Task(experiment, NAMES, (6,), 3, torch.device("cpu"), server))
+    return Learner(Task(experiment, NAMES, (6,), 3, torch.device("cpu"), server))
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +68,12 @@ def owning(*names: str) -> Tensor:
     return torch.tensor([name in names for name in NAMES])
 
 
-def client_of(method: PrivateFedAvg, labels: np.ndarray, owned: Tensor) -> Client:
-    model = method.model()
+def narrowed(learner: Learner, labels: np.ndarray, owned: Tensor) -> Client:
+    """A client with these targets, as it sees itself."""
     features = np.random.default_rng(4).normal(size=(len(labels), 6)).astype(np.float32)
     data = Dataset(features, labels.astype(np.int8), NAMES)
-    return Client(method.task, "k", 1, data, owned, owned, model, FlatWeights(model))
+    whole = Client(learner.task, "k", 1, data, owned, owned, learner.model, learner.weights)
+    return learner.method.part(ByLabel).narrow(whole)
 
 
 # Rows
@@ -82,8 +85,8 @@ def test_a_clients_own_order_is_by_name() -> None:
 
 
 def test_rows_are_taken_out_of_flat_weights_and_put_back() -> None:
-    model = make().model()
-    weights = FlatWeights(model)
+    learner = make()
+    model, weights = learner.model, learner.weights
     head = HeadRows.of(weights)
     front, rows, back = head.split(weights.vector, 4)
     assert isinstance(model, Classifier)
@@ -94,11 +97,10 @@ def test_rows_are_taken_out_of_flat_weights_and_put_back() -> None:
 
 @pytest.mark.parametrize("name", ["private-fedavg", "private-fedprox"])
 def test_a_client_receives_the_model_that_has_its_rows_only(name: str) -> None:
-    method = make(PrivateFedAvg if name == "private-fedavg" else PrivateFedProx)
-    full = method.model()
-    state = method.start(FlatWeights(full))
-    message = method.send(state, Peer(0, "k", owning("d", "a", "c")), 1)
-    own = Classifier(make().model().backbone, 3)
+    learner = make(name)
+    full, method = learner.model, learner.method
+    message = method.send(method.start(), Peer(0, "k", owning("d", "a", "c")), 1)
+    own = Classifier(make().model.backbone, 3)
     FlatWeights(own).load(message.tensors)
     features = torch.from_numpy(np.random.default_rng(0).normal(size=(7, 6)).astype(np.float32))
     torch.testing.assert_close(own(features), full(features)[:, [2, 3, 0]])
@@ -107,9 +109,9 @@ def test_a_client_receives_the_model_that_has_its_rows_only(name: str) -> None:
 
 
 def test_initial_rows_depend_on_their_names_alone() -> None:
-    method = make()
-    other = PrivateFedAvg(Task(method.task.experiment, ("z", "c", "b", "y", "a", "d"), (6,), 9, torch.device("cpu")))
-    ours, theirs = method.model().head, other.model().head
+    learner = make()
+    other = Learner(Task(learner.task.experiment, ("z", "c", "b", "y", "a", "d"), (6,), 9, torch.device("cpu")))
+    ours, theirs = learner.model.head, other.model.head
     assert torch.equal(ours.weight[[0, 1, 2, 3]], theirs.weight[[5, 2, 4, 1]])
     assert torch.equal(ours.bias[[0, 1, 2, 3]], theirs.bias[[5, 2, 4, 1]])
     bound = 5**-0.5
@@ -121,9 +123,9 @@ def test_initial_rows_depend_on_their_names_alone() -> None:
 # Aggregation
 
 
-def replies_of(method: PrivateFedAvg, sets: list[tuple[str, ...]], sizes: list[int]) -> tuple[list[Any], np.ndarray]:
+def replies_of(learner: Learner, sets: list[tuple[str, ...]], sizes: list[int]) -> tuple[list[Any], np.ndarray]:
     """Replies with random weights; also these as full models (client, weight), NaN where a client has no row."""
-    head, rng = method._head, np.random.default_rng(6)
+    head, rng = HeadRows.of(learner.weights), np.random.default_rng(6)
     replies, full = [], []
     for index, (names, size) in enumerate(zip(sets, sizes, strict=True)):
         owned = owning(*names)
@@ -138,32 +140,35 @@ def replies_of(method: PrivateFedAvg, sets: list[tuple[str, ...]], sizes: list[i
 
 
 def test_rows_are_averaged_over_their_owners() -> None:
-    method = make()
+    learner = make()
+    head = HeadRows.of(learner.weights)
     sets, sizes = [("a", "b"), ("a",), ("b", "d")], [10, 30, 60]
-    replies, full = replies_of(method, sets, sizes)
-    state = method.start(FlatWeights(method.model()))
-    merged = method.merge(state, iter(replies), 1)["weights"].double().numpy()
+    replies, full = replies_of(learner, sets, sizes)
+    state = learner.method.start()
+    after, records = merge(learner.method, state, iter(replies), 1)
+    merged = after["weights"].double().numpy()
     weight = np.where(np.isnan(full), 0, np.array(sizes)[:, None])
     with np.errstate(invalid="ignore"):
         expected = (np.nan_to_num(full) * weight).sum(0) / weight.sum(0)
     expected = np.where(np.isnan(expected), state["weights"].numpy(), expected)  # row c, which nobody sent
     np.testing.assert_allclose(merged, expected, rtol=1e-6, atol=1e-7)
-    _, old, _ = method._head.split(state["weights"], 4)
-    _, new, _ = method._head.split(torch.from_numpy(merged).float(), 4)
+    _, old, _ = head.split(state["weights"], 4)
+    _, new, _ = head.split(torch.from_numpy(merged).float(), 4)
     assert torch.equal(old[3], new[3])
-    assert method.records["coverage"].tolist() == [1, 2, 2, 0]
-    assert method.records["labels_absent"] == 1
+    assert records["coverage"].tolist() == [1, 2, 2, 0]
+    assert records["labels_absent"] == 1
 
 
 def test_with_all_rows_the_average_is_fedavgs_bit_for_bit() -> None:
-    method = make()
-    replies, _ = replies_of(method, [("a", "b", "c", "d")] * 3, [7, 11, 13])
-    state = method.start(FlatWeights(method.model()))
-    by_label = method.merge(state, replies, 1)["weights"]
+    learner = make()
+    head = HeadRows.of(learner.weights)
+    replies, _ = replies_of(learner, [("a", "b", "c", "d")] * 3, [7, 11, 13])
+    state = learner.method.start()
+    by_label = merge(learner.method, state, replies, 1)[0]["weights"]
     order = own_rows(NAMES, owning(*NAMES))
-    fedavg = Method.merge(method, state, replies, 1)["weights"]  # rows in the clients' order
-    _, ours, _ = method._head.split(by_label, 4)
-    _, theirs, _ = method._head.split(fedavg, 4)
+    fedavg = merge(make("fedavg").method, state, replies, 1)[0]["weights"]  # rows in the clients' order
+    _, ours, _ = head.split(by_label, 4)
+    _, theirs, _ = head.split(fedavg, 4)
     assert torch.equal(ours[order], theirs)
     assert torch.equal(by_label[:35], fedavg[:35])
 
@@ -178,11 +183,13 @@ def test_public_with_everybody_owning_everything_is_the_plain_method(private: st
 
 @pytest.mark.parametrize("change", [6, 12, -6])
 def test_rows_that_a_client_does_not_own_are_refused(change: int) -> None:
-    method = make()
-    sent = method.send(method.start(FlatWeights(method.model())), Peer(0, "k", owning("a", "b")), 1)
-    reply = Message({"weights": torch.zeros(len(sent["weights"]) + change)}, {"samples": 1.0})
-    many = f"{abs(change) // 6} {'more' if change > 0 else 'fewer'} classifier rows"
-    assert many in str(method.refuse(sent, reply, 1))
+    method = make().method
+    sent = method.send(method.start(), Peer(0, "k", owning("a", "b")), 1)
+    right = len(sent["weights"])
+    reply = Message({"weights": torch.zeros(right + change)}, {"samples": 1.0})
+    said = str(method.refuse(sent, reply, 1))
+    assert f"({right + change},), not torch.float32 ({right},)" in said
+    assert "its classifier has a row for each label of its own set, no more and no fewer" in said
     assert method.refuse(sent, Message(dict(sent.tensors), {"samples": 1.0}), 1) is None
     assert "NaN" in str(method.refuse(sent, Message({"weights": sent["weights"] * torch.nan}, {"samples": 1.0}), 1))
     assert "lacks" in str(method.refuse(sent, Message({}), 1))
@@ -190,45 +197,46 @@ def test_rows_that_a_client_does_not_own_are_refused(change: int) -> None:
 
 def test_a_client_without_a_label_of_its_own_is_named() -> None:
     with pytest.raises(ConfigError, match="k1 have no label"):
-        make().begin([Peer(0, "k0", owning("a")), Peer(1, "k1", owning())])
+        make().method.begin([Peer(0, "k0", owning("a")), Peer(1, "k1", owning())])
     for count, more in ((5, ""), (6, " and 1 more"), (7, " and 2 more")):
         with pytest.raises(ConfigError, match=f"k0, k1, k2, k3, k4{more} have no label"):
-            make().begin([Peer(index, f"k{index}", owning()) for index in range(count)])
-    make().begin([Peer(0, "k0", owning("a"))])
+            make().method.begin([Peer(index, f"k{index}", owning()) for index in range(count)])
+    make().method.begin([Peer(0, "k0", owning("a"))])
 
 
 # Losses at the client
 
 
 def test_softmax_is_over_the_clients_own_classes() -> None:
-    method = make()
+    learner = make()
     labels = np.array([[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]])  # the third shows none of its own
-    client = method._narrowed(client_of(method, labels, owning("b", "a")))
+    client = narrowed(learner, labels, owning("b", "a"))
     assert client.data.classes == ("a", "b")
     assert client.task.classes == ("a", "b")
     assert client.model.head.out_features == 2
     batch = next(client.scan())
     z = client.model(batch.images).detach().double().numpy()
     expected = -log_softmax(z, 1)[[0, 1, 3], [1, 0, 1]].mean()
-    np.testing.assert_allclose(method.loss(client.model, batch, {}).item(), expected, rtol=1e-6)
+    np.testing.assert_allclose(learner.loss(Step(work_of(learner, client), batch)).item(), expected, rtol=1e-6)
 
 
 def test_sigmoids_are_over_the_known_entries_of_the_own_classes() -> None:
-    method = make(loss="sigmoid")
+    learner = make(loss="sigmoid")
     labels = np.array([[1, 1, 0, 0], [0, -1, 1, 0], [0, 0, 0, 1]])
-    client = method._narrowed(client_of(method, labels, owning("b", "a")))
+    client = narrowed(learner, labels, owning("b", "a"))
     batch = next(client.scan())
     z = client.model(batch.images).detach().double().numpy()
     y, known = labels[:, [2, 1]] == 1, labels[:, [2, 1]] >= 0
     entries = np.where(y, np.log1p(np.exp(-z)), np.log1p(np.exp(z)))
-    np.testing.assert_allclose(method.loss(client.model, batch, {}).item(), entries[known].mean(), rtol=1e-6)
+    found = learner.loss(Step(work_of(learner, client), batch)).item()
+    np.testing.assert_allclose(found, entries[known].mean(), rtol=1e-6)
 
 
 def test_softmax_with_several_labels_is_refused() -> None:
-    method = make()
-    client = method._narrowed(client_of(method, np.array([[0, 1, 1, 0]] * 3), owning("b", "a")))
+    learner = make()
+    client = narrowed(learner, np.array([[0, 1, 1, 0]] * 3), owning("b", "a"))
     with pytest.raises(ClientError, match="3 samples with two or more labels"):
-        method.prepare(client, Message(), {})
+        work_of(learner, client)
     with pytest.raises(ConfigError, match=r"use method\.loss = 'sigmoid'"):
         small(method__name="private-fedavg")
 
@@ -238,8 +246,8 @@ def test_softmax_with_several_labels_is_refused() -> None:
 
 def test_images_are_predicted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = PrivateFedAvg._features
-    monkeypatch.setattr(PrivateFedAvg, "_features", lambda self, t: calls.append(1) or real(self, t))
+    real = Tuning.features
+    monkeypatch.setattr(Tuning, "features", lambda self, t: calls.append(1) or real(self, t))
     run(small(**PRIVATE, partition__server=0.2, method__tuning="mse", method__tuning_steps=30))
     assert len(calls) == 2 * (4 + 1)  # two rounds: four clients, and the merged model
     calls.clear()

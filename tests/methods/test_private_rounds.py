@@ -245,8 +245,8 @@ def test_the_classifier_is_tuned_to_the_clients_predictions(
     assert len(set().union(*(own(federation, e.peer) for e in exchanges))) < 10
     with rounds_of(federation, twelve(**settings), tmp_path) as rounds:
         assert len(federation.server) > 64  # more than one batch
-        untuned = merged(method_for(federation, twelve(method__labels=labels)), second.before, exchanges, 2)
-        found = merged(rounds.method, second.before, exchanges, 2)
+        untuned, _ = merged(method_for(federation, twelve(method__labels=labels)), second.before, exchanges, 2)
+        found, _ = merged(rounds.method, second.before, exchanges, 2)
         expected, wrong = (tuned_by_hand(rounds, exchanges, untuned, options, mode) for mode in ("eval", "train"))
         by_name, plain = named(rounds, found, 10), named(rounds, untuned, 10)
     tuned = torch.cat([by_name["head.weight"], by_name["head.bias"][:, None]], 1).double()
@@ -263,16 +263,16 @@ def test_without_feedback_the_tuned_classifier_predicts_and_the_untuned_one_goes
     plain, on, off = (
         method_for(federation, twelve(**more)) for more in ({}, settings, {**settings, "method__feedback": False})
     )
-    states = [merged(method, first.before, first.exchanges, 1) for method in (plain, on, off)]
-    peer = federation.peers(plain)[11]
+    states = [merged(method, first.before, first.exchanges, 1)[0] for method in (plain, on, off)]
+    (peer,) = (e.peer for e in first.exchanges if e.peer.index == 11)
     sent = [method.send(state, peer, 2)["weights"] for method, state in zip((plain, on, off), states, strict=True)]
     deployed = [method.deploy(state)["weights"] for method, state in zip((plain, on, off), states, strict=True)]
     assert torch.equal(sent[0], sent[2]) and not torch.equal(sent[0], sent[1])
     assert torch.equal(deployed[1], deployed[2]) and not torch.equal(deployed[0], deployed[1])
     # and again: what was tuned in one round is not what the next round's average starts from
-    again = merged(off, states[2], first.exchanges, 2)
+    again, _ = merged(off, states[2], first.exchanges, 2)
     torch.testing.assert_close(again["weights"], states[0]["weights"])
-    assert not torch.equal(again["tuned"], states[2]["tuned"])  # other batches
+    assert not torch.equal(again["tuning/tuned"], states[2]["tuning/tuned"])  # other batches
 
 
 def test_a_run_is_these_rounds(federation: Federation, played: Any) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from scipy.special import softmax
 
-from fedmll.methods.parts.tuning import Opinions, Tuning, mse, one_thread, pairwise
+from fedmll.methods.parts.tuning import Objective, Opinions, mse, pairwise
+from fedmll.threads import one_thread
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ CASES = [
 @pytest.mark.parametrize(("loss", "scope", "absent", "expected"), CASES)
 def test_tuning_losses_worked_out_by_hand(loss: Any, scope: Any, absent: Any, expected: float) -> None:
     opinions = Opinions.gather([P], [torch.tensor([0, 1])], 3)
-    objective = Tuning(loss, True, scope, absent, 1, 1, 1.0).objective(opinions)
+    objective = Objective(loss, True, scope, absent, 1, 1, 1.0).objective(opinions)
     value = objective(H.log()[None], torch.tensor([0]))
     np.testing.assert_allclose(value.item(), expected, rtol=1e-4)
 
@@ -62,7 +63,7 @@ def test_sigmoid_probabilities_are_not_normalised() -> None:
     opinions = Opinions.gather([P], [torch.tensor([0, 1])], 3)
     logits = torch.log(H / (1 - H))[None]
     for scope in ("global", "restricted"):
-        value = Tuning("mse", False, scope, "omit", 1, 1, 1.0).objective(opinions)(logits, torch.tensor([0]))
+        value = Objective("mse", False, scope, "omit", 1, 1, 1.0).objective(opinions)(logits, torch.tensor([0]))
         np.testing.assert_allclose(value.item(), 0.02, rtol=1e-4)
 
 
@@ -77,7 +78,7 @@ def test_a_label_that_all_clients_lack(absent: Any) -> None:
     logits = features @ rows[:, :-1].T
     assert (logits.argmax(1) == truth).all()
     opinions = Opinions.gather([torch.softmax(0.3 * logits[:, :2], 1)], [torch.tensor([0, 1])], 3)
-    tuning = Tuning("pairwise", True, "global", absent, 150, 100, 0.1)
+    tuning = Objective("pairwise", True, "global", absent, 150, 100, 0.1)
     tuned = tuning.fit(rows, features, opinions, torch.Generator().manual_seed(1))
     found = (features @ tuned[:, :-1].T + tuned[:, -1]).argmax(1)
     right = [(found[truth == label] == label).float().mean().item() for label in range(3)]
@@ -100,7 +101,7 @@ def test_tuning_brings_the_classifier_near_its_clients(loss: Any) -> None:
     sets = [torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3])]
     opinions = Opinions.gather([torch.softmax(3 * features[:, s], 1) for s in sets], sets, 4)
     rows = 0.3 * torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
-    tuning = Tuning(loss, True, "restricted", "omit", 300, 128, 0.05)
+    tuning = Objective(loss, True, "restricted", "omit", 300, 128, 0.05)
     tuned = tuning.fit(rows, features, opinions, torch.Generator().manual_seed(1))
     right = [((features @ r[:, :-1].T + r[:, -1]).argmax(1) == truth).float().mean().item() for r in (rows, tuned)]
     assert right[0] < 0.6
@@ -114,13 +115,13 @@ def test_tuning_goes_through_all_images_before_it_starts_again(batch: int, seen:
     opinions = Opinions.gather([torch.full((10, 2), 0.5)], [torch.tensor([0, 1])], 2)
     rows = torch.randn(2, 11, generator=torch.Generator().manual_seed(0))
     for steps, expected in enumerate(seen, start=1):
-        tuned = Tuning("mse", True, "global", "omit", steps, batch, 0.1).fit(
+        tuned = Objective("mse", True, "global", "omit", steps, batch, 0.1).fit(
             rows, torch.eye(10), opinions, torch.Generator().manual_seed(2)
         )
         changed = int((tuned != rows)[0, :-1].sum())
         assert changed == expected or (batch == 4 and steps == 3 and changed > expected)
     orders = {
-        tuple((Tuning("mse", True, "global", "omit", 1, 3, 0.1)
+        tuple((Objective("mse", True, "global", "omit", 1, 3, 0.1)
         .fit(rows, torch.eye(10), opinions, torch.Generator().manual_seed(seed)) != rows)[0].tolist())
         for seed in range(4)
     }  # fmt: skip

@@ -11,13 +11,13 @@ from fedmll.errors import ConfigError
 from fedmll.experiment import Model
 from fedmll.models.backbones import (
     BasicBlock,
-    Classifier,
     ConvNet,
     ResNet18,
     build_backbone,
     normalisation,
     pixel_scale,
 )
+from fedmll.models.network import Classifier
 
 
 @pytest.mark.parametrize(("size", "tokens"), [(8, 4), (16, 4), (28, 4), (32, 4), (64, 4), (112, 7)])

@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from fedmll import run
+from fedmll.client import task_of
 from fedmll.data.federation import Federation
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment, Model
-from fedmll.models.backbones import Classifier, build_backbone
+from fedmll.models.backbones import build_backbone
 from fedmll.models.flat import FlatWeights
+from fedmll.models.network import Classifier
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
@@ -93,7 +95,7 @@ def test_every_weight_is_in_the_vector_and_gets_a_gradient(folder: Path) -> None
 
 def test_pixels_are_scaled_as_the_checkpoint_says(folder: Path, small_federation: Federation) -> None:
     experiment = Experiment().changed({"model.backbone": "vit", "model.weights": str(folder)})
-    task = replace(small_federation.task(), experiment=experiment, sample_shape=(3, 32, 32))
+    task = replace(task_of(small_federation), experiment=experiment, sample_shape=(3, 32, 32))
     raw = torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)  # 0.2
     assert np.allclose(task.inputs(raw)[0, :, 0, 0], [(0.2 - 0.1) / 0.5, 0, -0.1], atol=1e-6)
 
