@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from fedmll.methods.method import Method
     from fedmll.registry import register
     from fedmll.runs.grid import compare
-    from fedmll.runs.loop import Observer, Result, resume, run
+    from fedmll.runs.loop import resume, run
+    from fedmll.runs.observers import Observer, Result
     from fedmll.runs.saved import load_run
 
 _HOME = {
     "Experiment": "experiment",
     "FedmllError": "errors",
     "Method": "methods.method",
-    "Observer": "runs.loop",
+    "Observer": "runs.observers",
     "Part": "methods.contract",
-    "Result": "runs.loop",
+    "Result": "runs.observers",
     "compare": "runs.grid",
     "load_run": "runs.saved",
     "register": "registry",

@@ -127,7 +127,7 @@ def test_leave_one_out_equals_the_naive_consolidation(kind: Consolidation, clien
     sizes = rng.integers(1, 1000, clients).astype(float)
     names = rng.permutation(100)[:clients].tolist()
     consensus = Consensus.of(kind, names, [torch.tensor(m) for m in matrices], sizes.tolist())
-    consensus = Consensus.from_tensors(consensus.tensors("x."), "x.", kind)  # as a checkpoint gives it back
+    consensus = Consensus.from_tensors(consensus.tensors(), kind)  # as a checkpoint gives it back
 
     def naive(keep: NDArray[np.bool_]) -> NDArray[np.float64]:
         if kind == "median":

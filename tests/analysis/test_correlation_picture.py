@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from fedmll import run
 from fedmll.analysis.correlation_picture import FILE, distance, draw, likeness, of_run
+from fedmll.client import task_of
 from fedmll.data.federation import Federation
 from fedmll.errors import ConfigError
 from fedmll.methods import find
@@ -30,7 +31,7 @@ def test_correlations_of_a_run(tmp_path: Path, small_federation: Federation, met
     out = tmp_path / "run"
     run(small(method__name=method), out, prepared=small_federation)
     found = of_run(out, small_federation)
-    task = small_federation.task()
+    task = task_of(small_federation)
     model = find("fedavg")(task).model()
     model.load_state_dict(load_file(out / "model.safetensors"))
     model.eval()
@@ -52,6 +53,9 @@ def test_correlations_of_a_run(tmp_path: Path, small_federation: Federation, met
 
 
 def test_a_run_that_is_not_finished_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        of_run(tmp_path)
+    (tmp_path / "experiment.toml").write_text(small().to_toml())
     with pytest.raises(ConfigError, match="no finished run"):
         of_run(tmp_path)
 

@@ -36,7 +36,7 @@ from fedmll.deploy.site_worker import remember_site
 from fedmll.errors import ConfigError, DataError, FederationError, ReplyRefused
 from fedmll.message import Message
 from fedmll.runs import loop
-from fedmll.runs.loop import Observer
+from fedmll.runs.observers import Observer
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedmll import Observer, resume, run
-from fedmll.client import Batch, Peer
+from fedmll.client import Peer, task_of
 from fedmll.data.federation import Federation
+from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
-from fedmll.methods.fedharmony import FedHarmony, SoftmaxMean
+from fedmll.methods.method import Method
+from fedmll.methods.parts.basic import SoftmaxMean
 from fedmll.methods.parts.correlation import Alignment, spectral_blocks
 from fedmll.seeding import derive
+from fedmll.testing import client_of, learner_of, merge, peer_of, step_of, work_of
 
 CLASSES = 10  # of ml-digits
+CORRELATION, CONSENSUS, BLOCKS_KEY = (f"correlation/{name}" for name in ("correlation", "consensus", "blocks"))
 OFF = {"method.alignment": False, "method.aggregation": False}
 
 
@@ -37,11 +41,15 @@ def harmony(overrides: dict[str, Any] | None = None, **options: Any) -> Experime
 
 @pytest.fixture
 def method_of(small_federation: Federation) -> Any:
-    return lambda **options: FedHarmony(replace(small_federation.task(), experiment=harmony(**options)))
+    def method(overrides: dict[str, Any] | None = None, **options: Any) -> Method:
+        experiment = harmony({"training.rounds": 10} | (overrides or {}), **options)
+        return Learner(task_of(replace(small_federation, experiment=experiment))).method
+
+    return method
 
 
 def peer(index: int) -> Peer:
-    return Peer(index, f"c{index:03d}", torch.ones(CLASSES, dtype=torch.bool))
+    return peer_of(index, CLASSES)
 
 
 def matrices(count: int, seed: int = 0) -> list[NDArray[np.float32]]:
@@ -62,9 +70,9 @@ class Replies:
 
     def __iter__(self) -> Iterator[tuple[Peer, Message]]:
         for k, client in enumerate(self.clients):
-            tensors = {"weights": torch.tensor(self.models[k]), "correlation": torch.tensor(self.matrices[k])}
+            tensors = {"weights": torch.tensor(self.models[k]), CORRELATION: torch.tensor(self.matrices[k])}
             if self.blocks is not None:
-                tensors["blocks"] = torch.tensor(self.blocks)
+                tensors[BLOCKS_KEY] = torch.tensor(self.blocks)
             yield peer(client), Message(tensors, {"samples": self.sizes[k], "steps": 1, "loss": 1.0})
 
 
@@ -92,41 +100,49 @@ def eq_10(sizes: NDArray[np.float64], quality: NDArray[np.float64], a: float) ->
     return a * sizes / sizes.sum() + (1 - a) * quality / quality.sum()
 
 
+def after(method: Method, *rounds: Replies) -> Tensors:
+    """The state after these rounds."""
+    state = START
+    for number, replies in enumerate(rounds, 1):
+        state, _ = merge(method, state, replies, number)
+    return state
+
+
 # What is sent
 
 
 def test_each_client_is_sent_the_consensus_of_the_others(method_of: Any) -> None:
     method = method_of()
     assert set(method.send(START, peer(1), 1).tensors) == {"weights"}
-    state = method.merge(START, FIRST, 1)
+    state, _ = merge(method, START, FIRST, 1)
     for client, expected in zip([3, 1, 4, 2, 9], teachers(FIRST, [3, 1, 4, 2, 9]), strict=True):
         sent = method.send(state, peer(client), 2)
-        assert np.allclose(sent["consensus"], expected, atol=1e-6)
+        assert np.allclose(sent[CONSENSUS], expected, atol=1e-6)
         assert sent["weights"] is state["weights"]
     # all that are new share one tensor: it is in shared memory once, whatever their number
-    assert method.send(state, peer(8), 2)["consensus"] is method.send(state, peer(9), 2)["consensus"]
+    assert method.send(state, peer(8), 2)[CONSENSUS] is method.send(state, peer(9), 2)[CONSENSUS]
 
 
 def test_no_consensus_before_its_round_or_from_a_single_reply(method_of: Any) -> None:
     late = method_of(start_round=4)
-    state = late.merge(START, FIRST, 1)
-    assert [("consensus" in late.send(state, peer(1), round).tensors) for round in (2, 3, 4)] == [False, False, True]
+    state, _ = merge(late, START, FIRST, 1)
+    assert [(CONSENSUS in late.send(state, peer(1), round).tensors) for round in (2, 3, 4)] == [False, False, True]
     method = method_of()
-    state = method.merge(method.merge(START, FIRST, 1), Replies([5], [10], seed=3, blocks=BLOCKS), 2)
+    state = after(method, FIRST, Replies([5], [10], seed=3, blocks=BLOCKS))
     assert set(method.send(state, peer(1), 3).tensors) == {"weights"}
-    assert set(method.merge(state, FIRST, 3)) > set(state)  # and the consensus comes back
+    assert set(merge(method, state, FIRST, 3)[0]) > set(state)  # and the consensus comes back
 
 
 def test_common_blocks_are_clustered_once(method_of: Any) -> None:
     method = method_of(clustering="once", gamma=2.0, horizon=4)
-    state = method.merge(START, FIRST, 1)
+    state, _ = merge(method, START, FIRST, 1)
     everyone = torch.tensor(np.mean(FIRST.matrices, axis=0))
     expected = spectral_blocks(everyone, 4, derive(0, "blocks"))  # ⌈√10⌉
-    sent = [method.send(state, peer(client), 2)["blocks"] for client in (1, 9)]
+    sent = [method.send(state, peer(client), 2)[BLOCKS_KEY] for client in (1, 9)]
     assert sent[0] is sent[1] and torch.equal(sent[0], expected)
     own = Replies([1, 2, 9], [40, 30, 5], seed=2)  # replies carry no blocks then
-    method.merge(state, own, 2)
-    assert np.allclose(method.records["discrepancy"], discrepancies(FIRST, own, expected.tolist()))
+    _, records = merge(method, state, own, 2)
+    assert np.allclose(records["discrepancy"], discrepancies(FIRST, own, expected.tolist()))
 
 
 # Aggregation
@@ -134,26 +150,26 @@ def test_common_blocks_are_clustered_once(method_of: Any) -> None:
 
 def test_weights_are_eq_9_and_10(method_of: Any) -> None:
     method = method_of(gamma=20.0, horizon=5)
-    state = method.merge(START, FIRST, 1)
+    state, _ = merge(method, START, FIRST, 1)
     assert np.allclose(state["weights"], FIRST.sizes / 100 @ FIRST.models, atol=1e-6)  # no consensus yet: by size
-    merged = method.merge(state, SECOND, 2)
+    merged, records = merge(method, state, SECOND, 2)
     quality = np.exp(-20 * discrepancies(FIRST, SECOND, BLOCKS))
     expected = eq_10(SECOND.sizes, quality, a=1 - 2 / 5)
     assert expected.std() > 0.05 and expected.sum() == pytest.approx(1)
-    assert np.allclose(method.records["share"], expected, atol=1e-9)
+    assert np.allclose(records["share"], expected, atol=1e-9)
     assert np.allclose(merged["weights"], expected @ SECOND.models, atol=1e-6)
-    assert method.records["clients"].tolist() == SECOND.clients
-    assert np.allclose(method.records["consensus"], np.mean(SECOND.matrices, axis=0), atol=1e-6)
-    assert torch.equal(method.records["blocks"], torch.tensor([BLOCKS] * 3, dtype=torch.int16))
+    assert records["clients"].tolist() == SECOND.clients
+    assert np.allclose(records["consensus"], np.mean(SECOND.matrices, axis=0), atol=1e-6)
+    assert torch.equal(records["blocks"], torch.tensor([BLOCKS] * 3, dtype=torch.int16))
 
 
 def test_from_pure_size_to_pure_quality(method_of: Any) -> None:
     method = method_of(gamma=20.0, horizon=3)
-    assert [method.balance(round) for round in (0, 1, 2, 3, 4, 100)] == pytest.approx([1, 2 / 3, 1 / 3, 0, 0, 0])
-    assert method_of(overrides={"training.rounds": 40}).balance(5) == pytest.approx(1 - 5 / 20)
-    state = method.merge(START, FIRST, 1)
+    balances = [method.mean.balance(round) for round in (0, 1, 2, 3, 4, 100)]
+    assert balances == pytest.approx([1, 2 / 3, 1 / 3, 0, 0, 0])
+    assert method_of(overrides={"training.rounds": 40}).mean.balance(5) == pytest.approx(1 - 5 / 20)
     quality = np.exp(-20 * discrepancies(FIRST, SECOND, BLOCKS))
-    merged = method.merge(state, SECOND, 3)
+    merged, _ = merge(method, after(method, FIRST), SECOND, 3)
     assert np.allclose(merged["weights"], quality / quality.sum() @ SECOND.models, atol=1e-6)
 
 
@@ -161,34 +177,32 @@ def test_size_scaled_quality_and_equal_sizes(method_of: Any) -> None:
     quality = np.exp(-20 * discrepancies(FIRST, SECOND, BLOCKS))
     for weights, sizes in (("size", SECOND.sizes), ("equal", np.ones(3))):
         scaled = method_of(gamma=20.0, horizon=4, quality="size-scaled", weights=weights)
-        scaled.merge(scaled.merge(START, FIRST, 1), SECOND, 2)
-        assert np.allclose(scaled.records["share"], eq_10(sizes, SECOND.sizes * quality, 0.5), atol=1e-9)
+        _, records = merge(scaled, after(scaled, FIRST), SECOND, 2)
+        assert np.allclose(records["share"], eq_10(sizes, SECOND.sizes * quality, 0.5), atol=1e-9)
     equal = method_of(gamma=20.0, horizon=4, weights="equal", consolidation="size-weighted")
-    state = equal.merge(START, FIRST, 1)
+    state = after(equal, FIRST)
     # equal weights in the average; the consolidation still goes by the samples
     assert np.allclose(state["weights"], FIRST.models.mean(0), atol=1e-6)
     by_size = np.average(FIRST.matrices, axis=0, weights=FIRST.sizes)
-    assert np.allclose(equal.send(state, peer(9), 2)["consensus"], by_size, atol=1e-6)
+    assert np.allclose(equal.send(state, peer(9), 2)[CONSENSUS], by_size, atol=1e-6)
 
 
 def test_gamma_auto_is_one_over_the_last_rounds_median(method_of: Any) -> None:
     method = method_of(horizon=10)
-    state = method.merge(START, FIRST, 1)
-    state = method.merge(state, SECOND, 2)
-    assert method.records["balance"] == 1  # the first D: by size alone
+    state, records = merge(method, after(method, FIRST), SECOND, 2)
+    assert records["balance"] == 1  # the first D: by size alone
     assert np.allclose(state["weights"], SECOND.sizes / SECOND.sizes.sum() @ SECOND.models, atol=1e-6)
     third = Replies([9, 3], [7, 9], seed=5, blocks=BLOCKS)
-    merged = method.merge(state, third, 3)
+    merged, records = merge(method, state, third, 3)
     gamma = 1 / np.median(discrepancies(FIRST, SECOND, BLOCKS))
     expected = eq_10(third.sizes, np.exp(-gamma * discrepancies(SECOND, third, BLOCKS)), a=0.7)
-    assert method.records["gamma"] == pytest.approx(gamma, rel=1e-6)
+    assert records["gamma"] == pytest.approx(gamma, rel=1e-6)
     assert np.allclose(merged["weights"], expected @ third.models, atol=1e-6)
 
 
 def test_no_gamma_is_too_large(method_of: Any) -> None:
     """exp(−γD) is 0 for every client here; the best of them still gets all the weight."""
-    method = method_of(gamma=1e6, horizon=1)
-    merged = method.merge(method.merge(START, FIRST, 1), SECOND, 2)
+    merged = after(method_of(gamma=1e6, horizon=1), FIRST, SECOND)
     found = discrepancies(FIRST, SECOND, BLOCKS)
     assert (np.exp(-1e6 * found) == 0).all()
     assert np.allclose(merged["weights"], SECOND.models[found.argmin()], atol=1e-6)
@@ -206,8 +220,11 @@ def test_softmax_mean(scores: list[float]) -> None:
 
 def test_aggregation_off_averages_by_size(method_of: Any) -> None:
     method = method_of(aggregation=False, gamma=20.0, horizon=1)
-    merged = method.merge(method.merge(START, FIRST, 1), SECOND, 2)
+    merged, records = merge(method, after(method, FIRST), SECOND, 2)
     assert np.allclose(merged["weights"], SECOND.sizes / SECOND.sizes.sum() @ SECOND.models, atol=1e-6)
+    # what the clients agree on is written down all the same
+    assert np.allclose(records["discrepancy"], discrepancies(FIRST, SECOND, BLOCKS))
+    assert not {"share", "balance", "gamma"} & set(records)
 
 
 # Replies that are refused
@@ -215,33 +232,34 @@ def test_aggregation_off_averages_by_size(method_of: Any) -> None:
 
 def test_what_is_refused(method_of: Any) -> None:
     method = method_of()
-    sent = method.send(method.merge(START, FIRST, 1), peer(1), 2)
+    sent = method.send(after(method, FIRST), peer(1), 2)
     _, good = next(iter(SECOND))
     assert method.refuse(sent, good, 2) is None
 
     def refused(**tensors: Tensor) -> str:
-        return str(method.refuse(sent, Message(good.tensors | tensors, good.numbers), 2))
+        changes = {f"correlation/{name}": tensor for name, tensor in tensors.items()}
+        return str(method.refuse(sent, Message(good.tensors | changes, good.numbers), 2))
 
-    lopsided = good["correlation"].clone()
+    correlation, blocks = good[CORRELATION], good[BLOCKS_KEY]
+    lopsided = correlation.clone()
     lopsided[0, 1] += 0.1
     assert "symmetric" in refused(correlation=lopsided)
-    assert "correlation holds values outside" in refused(correlation=good["correlation"] * 1.1)
+    assert "correlation holds values outside" in refused(correlation=correlation * 1.1)
     assert "correlation is" in refused(correlation=torch.zeros(3, 3))
-    assert "correlation holds NaN" in refused(correlation=good["correlation"] * torch.nan)
-    assert "blocks holds values outside [0, 9]" in refused(blocks=good["blocks"] + 7)
-    assert "unknown key" in refused(consensus=good["correlation"])
-    assert "lacks blocks, correlation" in str(
-        method.refuse(sent, Message({"weights": torch.zeros(3)}, good.numbers), 2)
-    )
+    assert "correlation holds NaN" in refused(correlation=correlation * torch.nan)
+    assert "blocks holds values outside [0, 9]" in refused(blocks=blocks + 7)
+    assert "unknown key" in refused(consensus=correlation)
+    lacking = Message({"weights": torch.zeros(3)}, good.numbers)
+    assert "lacks correlation/blocks, correlation/correlation" in str(method.refuse(sent, lacking, 2))
     for numbers in ({"samples": 0.0}, {"samples": -3.0}, {}):
         assert "samples" in str(method.refuse(sent, Message(good.tensors, numbers), 2))
     assert method.refuse(sent, Message(good.tensors, {"samples": 1.0}), 2) is None
-    last = good["blocks"].clone()
+    last = blocks.clone()
     last[-1] = CLASSES - 1
-    assert method.refuse(sent, Message(good.tensors | {"blocks": last}, good.numbers), 2) is None
+    assert method.refuse(sent, Message(good.tensors | {BLOCKS_KEY: last}, good.numbers), 2) is None
     assert "outside [0, 9]" in refused(blocks=last + 1)
     assert "outside [0, 9]" in refused(blocks=last - 1)
-    first = Message({k: t for k, t in good.tensors.items() if k != "blocks"}, good.numbers)
+    first = Message({k: t for k, t in good.tensors.items() if k != BLOCKS_KEY}, good.numbers)
     assert method.refuse(Message(START), first, 1) is None  # round 1: no consensus, no blocks
     off = method_of(alignment=False, aggregation=False)
     assert off.refuse(Message(START), Message(START, {"samples": 1.0}), 1) is None
@@ -250,29 +268,31 @@ def test_what_is_refused(method_of: Any) -> None:
 # The client
 
 
-def test_loss_is_bce_plus_lambda_psi(method_of: Any) -> None:
-    method = method_of(strength=7.0)
+def test_loss_is_bce_plus_lambda_psi() -> None:
+    learner = learner_of(harmony(strength=7.0), tuple(f"k{i}" for i in range(CLASSES)))
     rng = np.random.default_rng(0)
     logits, targets = rng.normal(size=(8, CLASSES)), rng.integers(0, 2, (8, CLASSES))
     aim = matrices(1)[0].astype(float)
-    batch = Batch(
-        method.task,
-        torch.arange(8),
-        torch.zeros(8, 1),
-        torch.tensor(targets, dtype=torch.int8),
-        "none",
-        torch.Generator(),
-    )
     p = 1 / (1 + np.exp(-logits))
-    bce = -(targets * np.log(p) + (1 - targets) * np.log(1 - p)).mean()
     spread = p.mean(0) * (1 - p.mean(0))
     found = np.cov(p.T, bias=True) / np.sqrt(np.outer(spread, spread) + 1e-6)
     pairs = np.equal.outer(BLOCKS, BLOCKS) & ~np.eye(CLASSES, dtype=bool)
     psi = ((found - aim)[pairs] ** 2).mean()
-    local = {"alignment": Alignment(torch.tensor(aim, dtype=torch.float32), torch.tensor(BLOCKS))}
-    fixed = lambda _: torch.tensor(logits, dtype=torch.float32)  # noqa: E731
-    assert method.loss(fixed, batch, local).item() == pytest.approx(bce + 7 * psi, rel=1e-5)
-    assert method.loss(fixed, batch, {}).item() == pytest.approx(bce, rel=1e-5)
+    bce = -(targets * np.log(p) + (1 - targets) * np.log(1 - p)).mean()
+    told = {CONSENSUS: torch.tensor(aim, dtype=torch.float32), BLOCKS_KEY: torch.tensor(BLOCKS)}
+    for received, expected in ((told, bce + 7 * psi), ({}, bce)):
+        step = step_of(learner, work_of(learner, client_of(learner, targets), Message(received)))
+        step.logits = torch.tensor(logits, dtype=torch.float32)[step.rows]
+        assert learner.loss(step).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_blocks_that_a_client_makes_itself_are_those_of_its_loss() -> None:
+    learner = learner_of(harmony(), tuple(f"k{i}" for i in range(CLASSES)))
+    aim = torch.tensor(matrices(1)[0])
+    work = work_of(learner, client_of(learner, np.ones((8, CLASSES))), Message({CONSENSUS: aim}))
+    blocks = spectral_blocks(aim, 4, derive(0, "blocks"))
+    scores = torch.rand(8, CLASSES, generator=torch.Generator().manual_seed(0))
+    assert work.fixed["alignment"](scores).item() == Alignment(aim, blocks)(scores).item()
 
 
 def engine_of(federation: Federation, experiment: Experiment, folder: Path) -> LocalEngine:
@@ -282,36 +302,36 @@ def engine_of(federation: Federation, experiment: Experiment, folder: Path) -> L
 def test_a_reply_holds_the_trained_models_correlations(small_federation: Federation, tmp_path: Path) -> None:
     """In eval mode, over the client's own data, of the weights that were sent; and its own consensus's blocks."""
     engine = engine_of(small_federation, harmony(), tmp_path)
-    state = engine.start()
+    state, learner = engine.start(), engine.learner
     for number in (1, 2):
         replies = [(p, Message(dict(m.tensors), dict(m.numbers))) for p, m in engine.round(state, number)]
-        before, state = state, engine.method.merge(state, iter(replies), number)
+        before, (state, _) = state, merge(engine.method, state, iter(replies), number)
     client, reply = replies[0]
-    engine.weights.load(reply.tensors)
-    engine.model.eval()
+    learner.weights.load(reply.tensors)
+    learner.model.eval()
     data = small_federation.train.subset(small_federation.samples[client.index])
     with torch.no_grad():
-        scores = (
-            torch.sigmoid(engine.model(engine.task.inputs(torch.tensor(data.samples(slice(None)))))).double().numpy()
-        )
+        images = learner.task.inputs(torch.tensor(data.samples(slice(None))))
+        scores = torch.sigmoid(learner.model(images)).double().numpy()
     spread = scores.mean(0) * (1 - scores.mean(0))
     expected = np.cov(scores.T, bias=True) / np.sqrt(np.outer(spread, spread) + 1e-6)
-    assert np.allclose(reply["correlation"], expected, atol=1e-6)
+    assert np.allclose(reply[CORRELATION], expected, atol=1e-6)
     sent = engine.method.send(before, client, 2)
-    assert torch.equal(reply["blocks"], spectral_blocks(sent["consensus"], 4, derive(0, "blocks")))
+    assert torch.equal(reply[BLOCKS_KEY], spectral_blocks(sent[CONSENSUS], 4, derive(0, "blocks")))
     assert engine.method.refuse(sent, reply, 2) is None
 
 
 def test_blocks_off_is_one_block_of_all_labels(small_federation: Federation, tmp_path: Path) -> None:
     engine = engine_of(small_federation, harmony(blocks=False), tmp_path)
-    client = small_federation.client(engine.peers[0], 2, engine.method, engine.model, engine.weights)
-    message = Message(engine.start() | {"consensus": torch.tensor(matrices(1)[0])})
-    local = engine.method.prepare(client, message, {})
-    assert local["alignment"].pairs == CLASSES * (CLASSES - 1)
-    assert "blocks" not in engine.method.train(client, message, {}).tensors
-    nothing = Message(engine.start() | {"consensus": torch.eye(CLASSES)})  # no label has a partner
+    client = engine.learner.client(small_federation, engine.peers[0], 2)
+    message = Message(engine.start() | {CONSENSUS: torch.tensor(matrices(1)[0])})
+    assert work_of(engine.learner, client, message).fixed["alignment"].pairs == CLASSES * (CLASSES - 1)
+    reply = engine.learner.train(client, message, {})
+    assert CORRELATION in reply.tensors and BLOCKS_KEY not in reply.tensors
+    nothing = Message(engine.start() | {CONSENSUS: torch.eye(CLASSES)})  # no label has a partner
     engine = engine_of(small_federation, harmony(), tmp_path)
-    assert "alignment" not in engine.method.prepare(client, nothing, {})
+    client = engine.learner.client(small_federation, engine.peers[0], 2)
+    assert work_of(engine.learner, client, nothing).fixed["alignment"] is None
 
 
 def test_alignment_brings_the_correlations_nearer(small_federation: Federation, tmp_path: Path) -> None:
@@ -320,9 +340,9 @@ def test_alignment_brings_the_correlations_nearer(small_federation: Federation, 
     for strength in (0.0, 10.0, 100.0):
         experiment = harmony({"training.lr": 0.01, "training.local_epochs": 20}, strength=strength, blocks=False)
         engine = engine_of(small_federation, experiment, tmp_path)
-        client = small_federation.client(engine.peers[0], 2, engine.method, engine.model, engine.weights)
-        reply = engine.method.train(client, Message(engine.start() | {"consensus": aim}), {})
-        found.append(((reply["correlation"] - aim)[~torch.eye(CLASSES, dtype=torch.bool)] ** 2).mean().item())
+        client = engine.learner.client(small_federation, engine.peers[0], 2)
+        reply = engine.learner.train(client, Message(engine.start() | {CONSENSUS: aim}), {})
+        found.append(((reply[CORRELATION] - aim)[~torch.eye(CLASSES, dtype=torch.bool)] ** 2).mean().item())
     assert found[1] < 0.97 * found[0] and found[2] < 0.8 * found[1], found
 
 

@@ -10,12 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import Exchange, Pass, Round, Rounds, bce, merged, method_for, rounds_of, rows_of, sigmoid, twelve
+from builders import (
+    Exchange,
+    Pass,
+    Round,
+    Rounds,
+    bce,
+    merged,
+    method_for,
+    rounds_of,
+    rows_of,
+    sigmoid,
+    twelve,
+    watched,
+)
 
 from fedmll import run
 from fedmll.data.federation import Federation, build
 from fedmll.methods.parts.correlation import spectral_blocks
 from fedmll.seeding import derive
+from fedmll.testing import peer_of
 
 CLASSES = 10
 ROUNDS = 8
@@ -37,7 +51,7 @@ def correlation(p: np.ndarray) -> np.ndarray:
 def consensus(last: Round, client: int, kind: str = "mean") -> np.ndarray:
     """Eq. 3: of the others of the last round; of all, for a client that was not among them."""
     others = [e for e in last.exchanges if e.peer.index != client]
-    found = np.stack([e.reply["correlation"].double().numpy() for e in others])
+    found = np.stack([e.reply["correlation/correlation"].double().numpy() for e in others])
     if kind == "median":
         return np.median(found, axis=0)
     weights = [e.samples for e in others] if kind == "size-weighted" else None
@@ -67,7 +81,7 @@ def test_replies_hold_the_trained_models_correlations(
     with rounds_of(federation, twelve(**SOME), tmp_path) as rounds:
         for exchange in played[0].exchanges + played[3].exchanges:
             images = rounds.inputs(exchange.peer)
-            found = exchange.reply["correlation"].numpy()
+            found = exchange.reply["correlation/correlation"].numpy()
             expected, wrong = (
                 correlation(sigmoid(rounds.scores(exchange.reply.tensors, images, mode=mode)))
                 for mode in ("eval", "train")
@@ -85,12 +99,12 @@ def test_who_takes_part_has_numbers_of_one_and_two_digits(played: list[Round]) -
 
 def test_everyone_is_sent_the_consensus_of_the_others(played: list[Round]) -> None:
     assert all(set(e.sent.tensors) == {"weights", "counters"} for e in played[0].exchanges)
-    assert all("blocks" not in e.reply.tensors for e in played[0].exchanges)
+    assert all("correlation/blocks" not in e.reply.tensors for e in played[0].exchanges)
     for last, this in pairwise(played):
         for e in this.exchanges:
-            assert set(e.sent.tensors) == {"weights", "counters", "consensus"}
-            np.testing.assert_allclose(e.sent["consensus"], consensus(last, e.peer.index), atol=1e-6)
-            np.testing.assert_array_equal(e.reply["blocks"], blocks_of(e.sent["consensus"]))
+            assert set(e.sent.tensors) == {"weights", "counters", "correlation/consensus"}
+            np.testing.assert_allclose(e.sent["correlation/consensus"], consensus(last, e.peer.index), atol=1e-6)
+            np.testing.assert_array_equal(e.reply["correlation/blocks"], blocks_of(e.sent["correlation/consensus"]))
 
 
 def test_weights_are_by_size_and_agreement(played: list[Round]) -> None:
@@ -101,9 +115,13 @@ def test_weights_are_by_size_and_agreement(played: list[Round]) -> None:
         if place:
             found = np.array(
                 [
-                    psi(e.reply["correlation"].double().numpy(), consensus(played[place - 1], e.peer.index), blocks)
+                    psi(
+                        e.reply["correlation/correlation"].double().numpy(),
+                        consensus(played[place - 1], e.peer.index),
+                        blocks,
+                    )
                     for e in this.exchanges
-                    for blocks in [e.reply["blocks"].numpy()]
+                    for blocks in [e.reply["correlation/blocks"].numpy()]
                 ]
             )
             np.testing.assert_allclose(this.records["discrepancy"], found, rtol=1e-4)
@@ -133,16 +151,17 @@ def test_a_run_is_these_rounds(federation: Federation, played: list[Round]) -> N
 
 
 def losses_of(
-    exchange: Exchange, rounds: Rounds, passes: list[Pass], strength: float, blocks: np.ndarray | None
+    exchange: Exchange, rounds: Rounds, passes: list[tuple[Pass, Pass]], strength: float, blocks: np.ndarray | None
 ) -> list[float]:
+    """Of every training step, from what went into the backbone and what came out of the head."""
     images, targets = rounds.inputs(exchange.peer), rounds.targets(exchange.peer)
     losses = []
-    for seen in passes:
+    for seen, found in passes:
         if seen.training:
-            z = seen.output.double().numpy()
+            z = found.output.double().numpy()
             loss = bce(z, targets[rows_of(seen.images, images)] == 1).mean()
             if blocks is not None:
-                aim = exchange.sent["consensus"].double().numpy()
+                aim = exchange.sent["correlation/consensus"].double().numpy()
                 loss += strength * psi(correlation(sigmoid(z)), aim, blocks)
             losses.append(loss)
     return losses
@@ -168,10 +187,11 @@ def test_the_loss_is_bce_and_the_distance_from_the_consensus(
     with rounds_of(federation, experiment, tmp_path) as rounds:
         first = rounds.next()
         peer = rounds.engine.peers[11]
-        exchange, passes = rounds.train(peer)
+        with watched(rounds.model.backbone) as seen:
+            exchange, found = rounds.train(peer, rounds.model.head)
         used = None
         if blocks is not None:
-            aim = exchange.sent["consensus"]
+            aim = exchange.sent["correlation/consensus"]
             used = {
                 "own": blocks_of(aim),
                 "one": np.zeros(CLASSES),
@@ -179,14 +199,14 @@ def test_the_loss_is_bce_and_the_distance_from_the_consensus(
                 "sent": blocks_of(torch.tensor(consensus(first, -1), dtype=torch.float32)),
             }[blocks]
             if blocks == "sent":
-                np.testing.assert_array_equal(exchange.sent["blocks"], used)
+                np.testing.assert_array_equal(exchange.sent["correlation/blocks"], used)
             if blocks in ("own", "two"):
-                np.testing.assert_array_equal(exchange.reply["blocks"], used)
-        expected = losses_of(exchange, rounds, passes, strength, used)
+                np.testing.assert_array_equal(exchange.reply["correlation/blocks"], used)
+        expected = losses_of(exchange, rounds, list(zip(seen, found, strict=True)), strength, used)
     assert exchange.reply.numbers["loss"] == pytest.approx(np.mean(expected), rel=1e-4)
     if blocks in (None, "one", "sent"):
         # without alignment they are still made, for the server's weights
-        assert ("blocks" in exchange.reply.tensors) == (options == {"alignment": False})
+        assert ("correlation/blocks" in exchange.reply.tensors) == (options == {"alignment": False})
 
 
 # ---- variants of the server, with the same replies
@@ -196,32 +216,34 @@ def test_the_loss_is_bce_and_the_distance_from_the_consensus(
 def test_consolidations(federation: Federation, played: list[Round], kind: str) -> None:
     first = played[0]
     method = method_for(federation, twelve(**SOME, method__consolidation=kind))
-    state = merged(method, first.before, first.exchanges, 1)
+    state, records = merged(method, first.before, first.exchanges, 1)
     for index in range(12):
-        sent = method.send(state, federation.peers(method)[index], 2)
-        np.testing.assert_allclose(sent["consensus"], consensus(first, index, kind), atol=1e-6)
-    np.testing.assert_allclose(method.records["consensus"], consensus(first, -1, kind), atol=1e-6)
+        sent = method.send(state, peer_of(index, CLASSES), 2)
+        np.testing.assert_allclose(sent["correlation/consensus"], consensus(first, index, kind), atol=1e-6)
+    np.testing.assert_allclose(records["consensus"], consensus(first, -1, kind), atol=1e-6)
 
 
 def test_a_median_outlives_a_round_without_discrepancies(federation: Federation, played: list[Round]) -> None:
     """γ's scale is that of the last round that had a D: here two rounds before, because one reply makes no
     consensus."""
     method = method_for(federation, twelve(**SOME))
-    lonely = merged(method, played[1].after, played[2].exchanges[:1], 3)
-    assert "consensus" not in method.send(lonely, played[3].exchanges[0].peer, 4).tensors
-    scale = method.records["median_discrepancy"]
-    again = merged(method, lonely, played[0].exchanges, 4)
-    assert method.records["balance"] == 1  # nothing to compare with
-    merged(method, again, played[4].exchanges, 5)
-    assert method.records["gamma"] == pytest.approx(1 / scale, rel=1e-6)
+    lonely, records = merged(method, played[1].after, played[2].exchanges[:1], 3)
+    sent = method.send(lonely, played[3].exchanges[0].peer, 4)
+    assert "correlation/consensus" not in sent.tensors
+    scale = records["median_discrepancy"]
+    again, records = merged(method, lonely, played[0].exchanges, 4)
+    assert records["balance"] == 1  # nothing to compare with
+    _, records = merged(method, again, played[4].exchanges, 5)
+    assert records["gamma"] == pytest.approx(1 / scale, rel=1e-6)
 
 
 def test_two_replies_are_enough_for_a_consensus(federation: Federation, played: list[Round]) -> None:
     method = method_for(federation, twelve(**SOME))
-    state = merged(method, played[0].before, played[0].exchanges[:2], 1)
+    state, _ = merged(method, played[0].before, played[0].exchanges[:2], 1)
     one, other = played[0].exchanges[:2]
-    torch.testing.assert_close(method.send(state, one.peer, 2)["consensus"], other.reply["correlation"])
-    torch.testing.assert_close(method.send(state, other.peer, 2)["consensus"], one.reply["correlation"])
+    for mine, theirs in ((one, other), (other, one)):
+        sent = method.send(state, mine.peer, 2)
+        torch.testing.assert_close(sent["correlation/consensus"], theirs.reply["correlation/correlation"])
 
 
 def test_states_hold_nothing_of_older_rounds(played: list[Round]) -> None:

@@ -24,7 +24,7 @@ from fedmll.errors import CheckpointError, ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
 from fedmll.runs import comparison, grid
 from fedmll.runs.comparison import Cell, margins, notes, table
-from fedmll.runs.loop import Observer
+from fedmll.runs.observers import Observer
 
 Score = Callable[[Experiment], float]
 

@@ -32,7 +32,7 @@ from fedmll.experiment import Experiment
 from fedmll.methods import find, make
 from fedmll.models.flat import frozen_sketch
 from fedmll.runs import loop
-from fedmll.runs.loop import Observer, Result
+from fedmll.runs.observers import Observer, Result
 
 if TYPE_CHECKING:
     from fedmll.deploy.flower.roster import Grid, Introduction, Roster

@@ -50,7 +50,7 @@ class Setup:
 
 class SiteWorker:
     def __init__(self, where: Site, setup: Setup) -> None:
-        experiment = Experiment.make(setup.experiment)
+        experiment = Experiment.make(setup.experiment | {"plugins": ()})  # a site imports what its own user says
         if not setup.run.isalnum():
             raise ConfigError(f"The server calls its run '{setup.run}', which is no name for a folder.")
         weights = experiment.model.weights

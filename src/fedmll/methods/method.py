@@ -14,8 +14,9 @@ from fedmll import registry
 from fedmll.client import Peer, Task, under
 from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
-from fedmll.methods.contract import AUTO, Found, Head, Merger, Part, PartOptions, Piece, Records, refuse_unlike
+from fedmll.methods.contract import AUTO, Found, Head, Part, PartOptions, Piece, Records, refuse_unlike
 from fedmll.methods.heads import Linear
+from fedmll.methods.merging import Merging
 from fedmll.methods.parts.basic import Absent, Mean, Supervision
 from fedmll.methods.recipe import Choice, Recipe, switch
 from fedmll.models.backbones import build_backbone
@@ -265,38 +266,3 @@ class Method:
 
     def joined(self, tensors: Mapping[Part, Tensors]) -> Tensors:
         return {self.key(part, name): tensor for part, own in tensors.items() for name, tensor in own.items()}
-
-
-class Merging:
-    """All parts' mergers of one round."""
-
-    def __init__(self, method: Method, state: Tensors, round: int) -> None:
-        self.method, self.state = method, state
-        self.mergers: dict[str, Merger] = {}
-        self.parts = method.replying(round)
-        for part in self.parts:
-            merger = part.merger(method.own(part, state), round, self.mergers)
-            if merger is not None:
-                self.mergers[part.name] = merger
-
-    def add(self, peer: Peer, reply: Message) -> None:
-        weights = self.method.own(self.method.mean, reply.tensors)
-        for part in self.parts:
-            if part.name in self.mergers:
-                own = weights | self.method.own(part, reply.tensors)
-                self.mergers[part.name].add(peer, Message(own, reply.numbers))
-
-    def result(self) -> tuple[Tensors, Records]:
-        """The next state, and the round's records. The weights come first: other parts may improve on them."""
-        method, records = self.method, Records()
-        merged = method.own(method.mean, self.state)
-        states = {part: method.own(part, self.state) for part in method.list}
-        for part in sorted(self.parts, key=lambda part: part is not method.mean):
-            if part.name in self.mergers:
-                own, written = self.mergers[part.name].result(merged)
-                records |= written
-                if part is method.mean:
-                    merged |= own
-                else:
-                    states[part] = own
-        return method.joined(states | {method.mean: merged}), records

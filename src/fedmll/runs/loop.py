@@ -7,7 +7,7 @@ import math
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fedmll.evaluation.pooled import Evaluation
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Records
-from fedmll.runs import checkpoint, shown
+from fedmll.runs import checkpoint
 from fedmll.runs.checkpoint import Checkpoint
 from fedmll.runs.folder import (
     EXPERIMENT,
@@ -45,49 +45,10 @@ from fedmll.runs.folder import (
     to_json,
     write_csv,
 )
+from fedmll.runs.observers import Observer, Result
 
 SELECTION = "val_macro_auc"  # what "best on validation data" means, for early stopping and for tuning
 BEST = "best/"  # prefix of the best round's tensors in a checkpoint
-
-
-class Observer:
-    """Is told what happens; changes nothing. Override what you want to see."""
-
-    def preparing(self, done: int, total: int, what: str) -> None: ...
-
-    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None: ...
-
-    def client_done(self, round: int, done: int, total: int) -> None: ...
-
-    def round_done(self, row: Row) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def warning(self, text: str) -> None: ...
-
-    def finished(self, result: Result) -> None: ...
-
-
-@dataclass(frozen=True, repr=False)
-class Result:
-    experiment: Experiment
-    folder: Path | None
-    rows: list[Row]  # one a round
-    summary: dict[str, Any]
-    weights: Tensors  # the resulting model, under its own names
-    per_class: dict[str, NDArray[Any]] = field(repr=False, default_factory=dict)
-    per_client: dict[str, NDArray[Any]] = field(repr=False, default_factory=dict)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        values: dict[str, float] = self.summary["metrics"]
-        return values
-
-    def __repr__(self) -> str:
-        return shown.result_repr(self)
-
-    def _repr_html_(self) -> str:
-        return shown.result_html(self)
 
 
 def run(

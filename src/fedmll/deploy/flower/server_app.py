@@ -22,7 +22,7 @@ from fedmll.deploy.site_worker import recall_site
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.runs import loop
-from fedmll.runs.loop import Observer
+from fedmll.runs.observers import Observer
 
 OUT = "FEDMLL_OUT"
 
