@@ -36,18 +36,11 @@ def test_a_page_has_no_markup_of_strangers() -> None:
     assert "<b>" not in result_html(SimpleNamespace(summary=summary, metrics={}, folder=None))  # type: ignore[arg-type]
 
 
-def test_a_method_that_describes_itself_is_shown_in_groups(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Described:
-        __module__ = __name__
-        summary, symbols, published = "s", {}, {}  # type: ignore[var-annotated]
-
-        @classmethod
-        def described(cls) -> list[tuple[str, list[tuple[str, str, str, str]]]]:
-            return [("proximal", [("mu", "how near to stay", "≥ 0", "0.01")]), ("", [("weights", "w", "", "size")])]
-
-    monkeypatch.setattr(methods.registry, "find", lambda kind, name: Described)
-    methods.show("mine")
+def test_a_method_is_shown_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """The options of each piece under its name, with what they mean, their range and default."""
+    methods.show("fedprox")
     said = capsys.readouterr().out
-    assert "proximal" in said and "how near to stay" in said and "≥ 0" in said
+    proximal, _, average = said.partition("part 'proximal'")[2].partition("average 'mean'")
+    assert {"mu", "strongly", "held", "≥", "0.01"} <= set(proximal.split())
+    assert {"weights", "counts", "size,", "equal", "size"} <= set(average.split())
+    assert "strongly" not in average
