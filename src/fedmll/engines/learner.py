@@ -57,6 +57,15 @@ class Learner:
     def receive(self, message: Message) -> None:
         self.method.receive(self.weights, message)
 
+    def named(self, message: Message) -> Tensors:
+        """What is needed to predict, for a file: the weights under the model's names, and what parts added."""
+        return self.weights.named(message.tensors) | {k: t for k, t in message.tensors.items() if "/" in k}
+
+    def load(self, named: Tensors) -> None:
+        """From such a file."""
+        self.weights.put(named)
+        self.method.received = named
+
     def predict(self, data: Dataset, start: int, stop: int) -> Tensor:
         """Probabilities of the samples from `start` to `stop`."""
         self.model.eval()

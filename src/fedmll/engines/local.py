@@ -98,8 +98,10 @@ class LocalEngine:
         data, memory = self.federation, self.memory
         latest = sorted(memory.latest.items())
         return self.method.audit(
-            (memory.read(memory.path(*version)), torch.from_numpy(data.truth[data.samples[version[0]]]))
-            for version in latest
+            lambda: (
+                (memory.read(memory.path(*version)), torch.from_numpy(data.truth[data.samples[version[0]]]))
+                for version in latest
+            )
         )
 
     def close(self) -> None:

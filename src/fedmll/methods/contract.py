@@ -118,9 +118,9 @@ class Part(Piece):
     returns: ClassVar[tuple[str, ...]] = ()  # … and what of that comes back, in the same shape
     server_only: ClassVar[bool] = False  # its options never leave the server, and clients do without it
 
-    def __init__(self, task: Task, options: Any, beside: frozenset[str]) -> None:
+    def __init__(self, task: Task, options: Any, beside: Mapping[str, type[Part]]) -> None:
         self.task, self.options = task, options
-        self.beside = beside  # the names of the method's other parts
+        self.beside = beside  # the method's other parts, by name
 
     def bind(self, model: Network, weights: FlatWeights) -> None:
         """The process's only model and the layout of its weights: parameters first, buffers after them."""

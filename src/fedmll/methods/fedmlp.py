@@ -69,6 +69,7 @@ class Consistency(Staged):
     """Where nothing is known: the squared distance to the round-start global model's p."""
 
     name = "consistency"
+    acts_later = True
     jobs = frozenset({"unknown"})
 
     class Options(Staged.Options):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -156,9 +156,11 @@ class Method:
         (head, head_options), *pieces = self.pieces(self.options)
         assert issubclass(head, Head)
         self.network_head = head(task, head_options)
-        names = frozenset(piece.name for piece, _ in pieces)
+        kinds = {piece.name: piece for piece, _ in pieces if issubclass(piece, Part)}
         self.list: list[Part] = [
-            piece(task, own, names - {piece.name}) for piece, own in pieces if issubclass(piece, Part)
+            piece(task, own, {other: kind for other, kind in kinds.items() if kind is not piece})
+            for piece, own in pieces
+            if issubclass(piece, Part)
         ]
         self.mean: Any = next(part for part in self.list if "average" in part.jobs)
 
@@ -183,7 +185,7 @@ class Method:
     def receive(self, weights: FlatWeights, message: Message) -> None:
         """Put what the server sent into the model."""
         weights.load(message.tensors)
-        self._received = message.tensors
+        self.received = message.tensors
 
     def predict(self, model: Network, images: Tensor, known: Tensor | None = None) -> Tensor:
         """Probabilities (batch, classes). `known` targets (1, 0, -1 unknown) help the heads that can use them: such a
@@ -191,7 +193,7 @@ class Method:
         if known is not None and "states" not in self.network_head.gives:
             raise ConfigError(f"The head '{self.network_head.name}' cannot use known labels; ctran and text-query can.")
         for part in self.overriding("inputs"):
-            images = part.inputs(images, under(part.name, self._received))
+            images = part.inputs(images, under(part.name, self.received))
         scores = self.part(Supervision).probabilities(model(images, known))
         return scores if known is None else torch.where(known < 0, scores, known.to(scores.dtype))
 
@@ -247,12 +249,12 @@ class Method:
             part.deploy(self.own(part, state), message)
         return message
 
-    def audit(self, memories: Iterable[tuple[Tensors, Tensor]]) -> Records:
-        parts = self.overriding("audit")
-        if not parts:
-            return {}
-        (part,) = parts  # a stream can be read once
-        return part.audit((self.own(part, memory), truth) for memory, truth in memories)
+    def audit(self, memories: Callable[[], Iterable[tuple[Tensors, Tensor]]]) -> Records:
+        """`memories` gives the stream again for every part that asks."""
+        records: Records = {}
+        for part in self.overriding("audit"):
+            records |= part.audit((self.own(part, memory), truth) for memory, truth in memories())
+        return records
 
     # ---- names: the average's tensors are the weights themselves, everybody else's are under the part's name
 

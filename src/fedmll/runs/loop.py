@@ -266,7 +266,7 @@ class _Run:
             message, self.evaluations = method.deploy(state), {}
         found = self.evaluations.get(kept) or engine.evaluate(message)  # not twice: between machines it is an exchange
         report, clients = found.report, found.clients
-        weights = engine.learner.weights.named(message.tensors)
+        weights = engine.learner.named(message)
         with files.replacing(self.out / MODEL) as temporary:
             save_file({k: t.contiguous() for k, t in weights.items()}, temporary)
         trained = len(data.pooled_rows) if method.pooled else int(data.sizes.sum())

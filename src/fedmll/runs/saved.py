@@ -45,7 +45,7 @@ class SavedRun:
     def learner(self) -> Learner:
         shape = tuple(self.summary["sample_shape"])
         learner = Learner(Task(self.experiment, self.classes, shape, self.summary["clients"], torch.device("cpu")))
-        learner.weights.put(load_file(self.folder / MODEL))
+        learner.load(load_file(self.folder / MODEL))
         return learner
 
     def predict(self, samples: NDArray[Any] | Dataset) -> NDArray[np.float32]:

@@ -4,7 +4,7 @@ annotated are tagged, for good, where the features are nearest to a class protot
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -21,25 +21,26 @@ if TYPE_CHECKING:
 
 NOT_SENT = -1.0  # in `difficulty`
 LARGEST_FEATURE = 1e6  # in a prototype
-SECOND_STAGE = {"tags", "consistency"}
 
 
 class Staged(Part):
     """A part that knows the two stages."""
+
+    acts_later: ClassVar[bool] = False  # only in the second
 
     class Options(PartOptions):
         first_stage: Annotated[int, Field(ge=1)] | Literal["auto"] = option("auto", "t1: rounds; auto: a tenth of them")
 
     @classmethod
     def resolve(cls, options: Any, experiment: Experiment) -> Found:
-        rule = "a tenth of the rounds, as published" if cls.name in SECOND_STAGE else ""
+        rule = "a tenth of the rounds, as published" if cls.acts_later else ""
         tenth = max(1, round(experiment.training.rounds / 10))
         return {"first_stage": (tenth, rule)} if options.first_stage == AUTO else {}
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, where: str) -> None:
         rounds = experiment.training.rounds
-        if cls.name in SECOND_STAGE and options.first_stage >= rounds:
+        if cls.acts_later and options.first_stage >= rounds:
             raise ConfigError(
                 f"{where}first_stage = {options.first_stage} leaves no round for FedMLP's second stage in a run of "
                 f"{rounds}: tags and consistency would never act. Lower it, raise training.rounds, or say that the "
@@ -57,13 +58,15 @@ class Staged(Part):
             )
 
     def second_stage(self, round: int) -> bool:
-        return bool(SECOND_STAGE & {self.name, *self.beside}) and round > self.options.first_stage
+        parts = (type(self), *self.beside.values())
+        return any(getattr(part, "acts_later", False) for part in parts) and round > self.options.first_stage
 
 
 class Tags(Staged):
     """Missing label detection (Eq. 5–10): prototypes go up, and from the next round on tags come of them."""
 
     name = "tags"
+    acts_later = True
 
     class Options(Staged.Options):
         adaptive: bool = option(True, "st, the self-adaptive threshold: tag in proportion to d (Eq. 10)")
