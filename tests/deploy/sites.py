@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fedmll.client import Work
+from fedmll.client import Step, Work
 from fedmll.deploy import keys
 from fedmll.experiment import Experiment
-from fedmll.message import Tensors
-from fedmll.methods.contract import option
+from fedmll.message import Message, Tensors
+from fedmll.methods.contract import Like, Part, Sum, option
 from fedmll.methods.method import Method
 from fedmll.methods.parts.basic import Mean
 
@@ -109,6 +109,52 @@ class DriftingMean(Mean):
 class Drifting(Method):
     name: ClassVar[str] = "test-drifting-slowly"
     average = DriftingMean
+
+
+class Surveyed(Part):
+    """Asks every site before round 1 and after the last; what it learns first is in every step's images."""
+
+    name: ClassVar[str] = "test-surveyed-part"
+    exchanges = frozenset({"opening", "closing"})
+    sends = ("sums",)
+
+    def start(self) -> Tensors:
+        return {"sums": torch.zeros(2)}
+
+    def survey(self, work: Work) -> Tensors:
+        return {"sum": sum(batch.raw.double().mean() for batch in work.client.scan()) / 255 * torch.ones(1)}
+
+    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+        asked = round == 0 or round > self.task.rounds
+        return {"sum": Like((1,), low=0, high=100)} if asked else {}
+
+    def merger(self, state: Tensors, round: int, beside: Any) -> Sum | None:
+        if 0 < round <= self.task.rounds:
+            return None
+        now = torch.tensor([1.0, 0.0] if round == 0 else [0.0, 1.0])
+        return Sum("sum", lambda total: {"sums": state["sums"] + (total * now).float()})
+
+    def shape(self, step: Step, mine: None) -> None:
+        step.images = step.images + step.work.received(self.name)["sums"][0]
+
+    def deploy(self, state: Tensors, message: Message) -> None:
+        message.tensors[f"{self.name}/sums"] = state["sums"]
+
+
+class Surveying(Method):
+    name: ClassVar[str] = "test-surveyed"
+    parts = (*Method.parts, Surveyed)
+
+
+FUSION = {  # FedNCA-ML's head, FedMLP's loss, tags and consistency, FedHarmony's alignment: as configuration
+    "method": {
+        "name": "compose", "head": "etf-ladm", "average": "by-agreement",
+        "parts": ["tags", "prior-adjusted", "consistency", "rejection", "contrast", "alignment"],
+        "tags": {"first_stage": 1, "positive_share": 0.3, "negative_share": 0.3}, "prior-adjusted": {"first_stage": 1},
+        "consistency": {"first_stage": 1},
+    },
+    "training__rounds": 3, "model__channels": [4, 12],
+}  # fmt: skip
 
 
 class EvilMean(Mean):

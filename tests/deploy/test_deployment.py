@@ -22,7 +22,7 @@ pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)
 
 import httpx
 from flwr.supercore.constant import TaskType
-from sites import NAMES, Consortium, write_consortium
+from sites import FUSION, NAMES, Consortium, write_consortium
 
 from fedmll import run
 from fedmll.deploy.flower.executor import acquire, acquirer
@@ -147,8 +147,9 @@ def same_weights(consortium: Consortium, out: Path, **changes: Any) -> bool:
         {"method__name": "fedavg"},
         {"method__name": "fedmlp", "method__t1": 1, "method__T0": 0.2, "method__T1": 0.3, "training__rounds": 3},
         {"method__name": "private-fedavg", "method__loss": "sigmoid"},
+        FUSION,
     ],
-    ids=lambda changes: changes["method__name"],
+    ids=lambda changes: changes.get("method__name", "fusion"),
 )
 def test_three_sites_reach_the_weights_of_the_local_engine(world: World, changes: dict[str, Any]) -> None:
     server = world.serve(**changes)
@@ -160,7 +161,7 @@ def test_three_sites_reach_the_weights_of_the_local_engine(world: World, changes
     assert [row["clients"] for row in world.rows()] == [3] * len(world.rows())
     assert "site-c: 50 images, all readable" in world.said("site-c")
     assert not (world.folder / ".flwr").exists()  # Flower left nothing in the home folder
-    if changes["method__name"] == "private-fedavg":
+    if changes.get("method__name") == "private-fedavg":
         assert "digit-2" not in world.said("site-c")
 
 

@@ -22,7 +22,7 @@ from cryptography import x509
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.supercore.task_identity import TaskIdentity
-from sites import NAMES, Consortium, write_consortium
+from sites import FUSION, NAMES, Consortium, write_consortium
 
 from fedmll import run
 from fedmll.deploy import keys, serving, site
@@ -309,10 +309,12 @@ METHODS = [
     {"method__name": "private-fedavg", "method__loss": "sigmoid"},
     {"method__name": "private-fedavg"},
     {"method__name": "test-drifting-slowly", "training__rounds": 3},
+    {"method__name": "test-surveyed", "training__rounds": 3},
+    FUSION,
 ]
 
 
-@pytest.mark.parametrize("changes", METHODS, ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize("changes", METHODS, ids=lambda c: str(c.get("method__name", "fusion")))
 def test_the_same_weights_as_the_local_engine(consortium: Consortium, tmp_path: Path, changes: dict[str, Any]) -> None:
     here = run(consortium.local(**changes))
     there = drive(consortium, make_grid(consortium, tmp_path), tmp_path / "out", **changes)
