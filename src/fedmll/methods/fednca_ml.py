@@ -45,9 +45,8 @@ class Rejection(Part):
 
     @classmethod
     def resolve(cls, options: Any, experiment: Experiment) -> Found:
-        if options.lambda_neg != AUTO:
-            return {}
-        return {"lambda_neg": (1.0 if experiment.data.source == "cifar10" else 0.01, "1 for CIFAR-10, 0.01 elsewhere")}
+        strength = 1.0 if experiment.data.source == "cifar10" else 0.01
+        return {"lambda_neg": (strength, "1 for CIFAR-10, 0.01 elsewhere")} if options.lambda_neg == AUTO else {}
 
     def term(self, step: Step, mine: None) -> Tensor | None:
         option, prototypes = self.options, step.prototypes
@@ -92,9 +91,8 @@ class FedNcaMl(Method):
     }  # fmt: skip
     unpublished: ClassVar[dict[str, str]] = {
         "model.weights": "ImageNet weights of ResNet-18 in torchvision's format, but for CIFAR-10",
-        "partition.beta": "0.5 and 0.1, by table",
-        "partition.presence": "0.5; 0.71 for DermaMNIST",
-    }
+        "partition.beta": "0.5 and 0.1, by table", "partition.presence": "0.5; 0.71 for DermaMNIST",
+    }  # fmt: skip
 
     class Options(PartOptions):
         weights: Literal["size", "equal"] = option("equal", "how much a client counts in the average (Alg. 1: 1/K)")
