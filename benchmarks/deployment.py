@@ -33,7 +33,7 @@ from fedmll.deploy.flower.processes import free_port, quiet_flower
 from fedmll.deploy.site import Site
 from fedmll.deploy.site_worker import Setup, remember_site
 from fedmll.experiment import Experiment
-from fedmll.runs.observers import Observer
+from fedmll.running.observers import Observer
 
 BIN = Path(sys.executable).parent
 PYPROJECT = """

@@ -25,7 +25,7 @@ from fedmll.client import Client
 from fedmll.data import federation
 from fedmll.message import Message, Tensors
 from fedmll.methods.fedmlp import FedMLP
-from fedmll.runs.comparison import markdown, mean_and_spread
+from fedmll.running.comparison import markdown, mean_and_spread
 
 METRICS = ("bacc", "auc", "map")
 TRUTH: dict[str, Tensor] = {}  # client → its true targets; worker processes inherit it

@@ -19,7 +19,7 @@ from fedmll.analysis import correlation_picture as picture
 from fedmll.cli.tables import console
 from fedmll.data import federation
 from fedmll.experiment import Experiment
-from fedmll.runs.comparison import markdown, mean_and_spread
+from fedmll.running.comparison import markdown, mean_and_spread
 
 
 def main() -> None:

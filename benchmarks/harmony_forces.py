@@ -25,7 +25,7 @@ from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.message import Message
 from fedmll.methods.fedharmony import FedHarmony
-from fedmll.runs.comparison import markdown
+from fedmll.running.comparison import markdown
 
 BATCHES = 4
 

@@ -14,7 +14,7 @@ import pytest
 from fedmll import registry
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
-from fedmll.runs import folder
+from fedmll.running import folder
 
 CODE = """
 import numpy as np

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "fedmll"
 LEAVES = ("errors", "seeding", "files", "message", "threads", "registry")
 ROOMS = (
-    *("settings", "experiment", "data", "models", "client", "methods", "evaluation", "engines", "runs", "analysis"),
+    *("settings", "experiment", "data", "models", "client", "methods", "evaluation", "engines", "running", "analysis"),
     *("deploy", "cli", "testing"),
 )
 LEVEL = dict.fromkeys(LEAVES, 0) | {room: place for place, room in enumerate(ROOMS, 1)}

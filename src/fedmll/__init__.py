@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from fedmll.methods.contract import Part
     from fedmll.methods.method import Method
     from fedmll.registry import register
-    from fedmll.runs.grid import compare
-    from fedmll.runs.loop import resume, run
-    from fedmll.runs.observers import Observer, Result
-    from fedmll.runs.saved import load_run
+    from fedmll.running.grid import compare
+    from fedmll.running.loop import resume, run
+    from fedmll.running.observers import Observer, Result
+    from fedmll.running.saved import load_run
 
 _HOME = {
     "Experiment": "experiment",
     "FedmllError": "errors",
     "Method": "methods.method",
-    "Observer": "runs.observers",
+    "Observer": "running.observers",
     "Part": "methods.contract",
-    "Result": "runs.observers",
-    "compare": "runs.grid",
-    "load_run": "runs.saved",
+    "Result": "running.observers",
+    "compare": "running.grid",
+    "load_run": "running.saved",
     "register": "registry",
-    "resume": "runs.loop",
-    "run": "runs.loop",
+    "resume": "running.loop",
+    "run": "running.loop",
 }
 __all__ = [
     "Experiment", "FedmllError", "Method", "Observer", "Part", "Result", "__version__", "compare", "load_run",

@@ -20,7 +20,7 @@ from fedmll.deploy.site import Site
 from fedmll.deploy.site_worker import recall_site, remember_site
 from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
-from fedmll.runs.loop import resume
+from fedmll.running.loop import resume
 from fedmll.settings import Reading
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"

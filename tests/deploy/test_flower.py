@@ -35,8 +35,8 @@ from fedmll.deploy.site import Site
 from fedmll.deploy.site_worker import remember_site
 from fedmll.errors import ConfigError, DataError, FederationError, ReplyRefused
 from fedmll.message import Message
-from fedmll.runs import loop
-from fedmll.runs.observers import Observer
+from fedmll.running import loop
+from fedmll.running.observers import Observer
 
 
 @pytest.fixture(scope="module")

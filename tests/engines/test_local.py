@@ -22,8 +22,8 @@ from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records
 from fedmll.methods.method import Method
 from fedmll.methods.parts.basic import Absent
-from fedmll.runs.loop import run
-from fedmll.runs.observers import Observer
+from fedmll.running.loop import run
+from fedmll.running.observers import Observer
 
 
 class Counting(Part):

@@ -18,7 +18,7 @@ from fedmll.methods import find
 from fedmll.methods.contract import Like, refuse_unlike
 from fedmll.methods.parts.basic import WeightedMean
 from fedmll.methods.parts.proximal import Proximal
-from fedmll.runs.loop import run
+from fedmll.running.loop import run
 from fedmll.testing import client_of, learner_of, merge, step_of, work_of
 
 PEER = Peer(0, "c000", torch.ones(3, dtype=torch.bool))

@@ -22,7 +22,7 @@ from fedmll.experiment import Experiment
 from fedmll.methods import find
 from fedmll.methods.fedctran import Drawn, LabelMask, random_known
 from fedmll.methods.fedlgt import ClientAwareMask, uncertain
-from fedmll.runs.loop import run
+from fedmll.running.loop import run
 from fedmll.testing import client_of, merge, work_of
 
 

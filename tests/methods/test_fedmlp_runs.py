@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from fedmll import resume, run
 from fedmll.client import Batch, Client
 from fedmll.message import Tensors
-from fedmll.runs.folder import Row
-from fedmll.runs.observers import Observer
+from fedmll.running.folder import Row
+from fedmll.running.observers import Observer
 
 OFF = {"method__mld": False, "method__wpc": False, "method__cr": False, "method__st": False}
 

@@ -20,7 +20,7 @@ from fedmll.errors import ConfigError
 from fedmll.methods import find
 from fedmll.methods.fednca_ml import contrast, hinge_rejection, log_rejection
 from fedmll.models.heads import PrototypeClassifier, simplex_etf
-from fedmll.runs.loop import run
+from fedmll.running.loop import run
 from fedmll.testing import client_of, merge, work_of
 
 # positives and negatives; no negative; no positive; unknown ones; nothing known

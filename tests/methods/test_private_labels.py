@@ -32,8 +32,8 @@ from fedmll.methods.parts.rows import HeadRows, own_rows
 from fedmll.methods.parts.tuning import Tuning
 from fedmll.models.flat import FlatWeights
 from fedmll.models.network import Classifier
-from fedmll.runs.folder import Row
-from fedmll.runs.observers import Observer
+from fedmll.running.folder import Row
+from fedmll.running.observers import Observer
 from fedmll.testing import merge, work_of
 from fedmll.threads import one_thread
 

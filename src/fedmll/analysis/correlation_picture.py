@@ -22,7 +22,7 @@ from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.files import replacing
 from fedmll.methods.parts.correlation import StreamedCorrelation, default_clusters, label_correlation, spectral_blocks
-from fedmll.runs.saved import load_run
+from fedmll.running.saved import load_run
 
 Matrix = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from fedmll.cli.options import OWN, Asked, asks, fresh_folder, stoppable
 from fedmll.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedmll.runs.comparison import Comparison
+    from fedmll.running.comparison import Comparison
 
 
 def register(app: typer.Typer) -> None:
@@ -59,7 +59,7 @@ def compare(
     numbers, tuned, varied = parse_seeds(seeds), parse_values("--tune", tune), parse_values("--vary", vary)
     base = asked.experiment()
     from fedmll.cli.display import RunProgress
-    from fedmll.runs import comparison, grid
+    from fedmll.running import comparison, grid
 
     columns = [name.strip() for name in metrics.split(",")] if metrics else comparison.SHOWN
     out = out or fresh_folder(f"compare-{Path(base.data.name).stem}")

@@ -12,10 +12,10 @@ from fedmll.cli.tables import console, errors, plain_table, say
 from fedmll.data.federation import Federation
 from fedmll.deploy.site import Summary
 from fedmll.experiment import Experiment
-from fedmll.runs.comparison import Cell
-from fedmll.runs.grid import GridObserver
-from fedmll.runs.loop import Result, Row
-from fedmll.runs.shown import headlines, number
+from fedmll.running.comparison import Cell
+from fedmll.running.grid import GridObserver
+from fedmll.running.loop import Result, Row
+from fedmll.running.shown import headlines, number
 
 # Of the families of averages (metrics.Report.left_out) the two pairs that lose the same classes: their names, and why.
 LEFT_OUT = {

@@ -25,7 +25,7 @@ from fedmll.errors import ConfigError, FedmllError
 
 if TYPE_CHECKING:
     from fedmll.cli.display import RunProgress
-    from fedmll.runs.loop import Observer
+    from fedmll.running.loop import Observer
 
 app = typer.Typer(
     help="Federated multi-label learning: simulate federations, compare methods.\n\n"
@@ -56,7 +56,7 @@ def start(
 def watched(progress: RunProgress, out: Path, track: bool) -> Observer:
     if not track:
         return progress
-    from fedmll.runs.tracking import TensorBoard, Together
+    from fedmll.running.tracking import TensorBoard, Together
 
     return Together(progress, TensorBoard(out))
 
@@ -77,7 +77,7 @@ def run(
     """
     experiment = asked.experiment()
     from fedmll.cli import display
-    from fedmll.runs import loop
+    from fedmll.running import loop
 
     out = out or fresh_folder(f"{Path(experiment.data.name).stem}-{experiment.method.name}-s{experiment.seed}")
     with display.RunProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
@@ -102,7 +102,7 @@ def resume(
     Examples:  [bold]fedmll resume runs/first[/]  ·  [bold]fedmll resume runs/first --rounds 40[/]
     """
     from fedmll.cli import display
-    from fedmll.runs import loop
+    from fedmll.running import loop
 
     total = rounds or loop.experiment_in(folder).training.rounds
     if (folder / "server.json").is_file():  # a real federation's server

@@ -31,8 +31,8 @@ from fedmll.errors import ConfigError, DataError, FederationError
 from fedmll.experiment import Experiment
 from fedmll.methods import find, make
 from fedmll.models.flat import frozen_sketch
-from fedmll.runs import loop
-from fedmll.runs.observers import Observer, Result
+from fedmll.running import loop
+from fedmll.running.observers import Observer, Result
 
 if TYPE_CHECKING:
     from fedmll.deploy.flower.roster import Grid, Introduction, Roster

@@ -21,8 +21,8 @@ from fedmll.deploy.flower.site_app import SITES
 from fedmll.deploy.site_worker import recall_site
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
-from fedmll.runs import loop
-from fedmll.runs.observers import Observer
+from fedmll.running import loop
+from fedmll.running.observers import Observer
 
 OUT = "FEDMLL_OUT"
 

@@ -18,7 +18,7 @@ from fedmll.data.dataset import Dataset
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
-from fedmll.runs.folder import METRICS, MODEL, SUMMARY, Row, experiment_in, read_rows
+from fedmll.running.folder import METRICS, MODEL, SUMMARY, Row, experiment_in, read_rows
 
 
 @dataclass(frozen=True)

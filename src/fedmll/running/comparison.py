@@ -18,7 +18,7 @@ from fedmll import files, registry
 from fedmll.errors import ConfigError
 from fedmll.evaluation.pooled import METRICS
 from fedmll.experiment import Experiment
-from fedmll.runs.shown import html_table
+from fedmll.running.shown import html_table
 
 SHOWN = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "bacc")
 COSTS = ("s/round", "MB/round")

@@ -22,9 +22,9 @@ from conftest import small
 from fedmll.cli import main
 from fedmll.errors import CheckpointError, ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
-from fedmll.runs import comparison, grid
-from fedmll.runs.comparison import Cell, margins, notes, table
-from fedmll.runs.observers import Observer
+from fedmll.running import comparison, grid
+from fedmll.running.comparison import Cell, margins, notes, table
+from fedmll.running.observers import Observer
 
 Score = Callable[[Experiment], float]
 

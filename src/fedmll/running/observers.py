@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from fedmll.data.federation import Federation
 from fedmll.experiment import Experiment
 from fedmll.message import Tensors
-from fedmll.runs import shown
-from fedmll.runs.folder import Row
+from fedmll.running import shown
+from fedmll.running.folder import Row
 
 
 class Observer:

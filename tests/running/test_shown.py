@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fedmll import run
 from fedmll.cli import display, methods
-from fedmll.runs.shown import result_html, result_repr
+from fedmll.running.shown import result_html, result_repr
 
 
 def test_a_result_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

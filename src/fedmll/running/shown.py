@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedmll.runs.loop import Result
+    from fedmll.running.loop import Result
 
 HEADLINES = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "micro_f1", "bacc", "accuracy")
 OWN = ("client_mean_auc", "client_worst_auc")  # on what the clients hold out

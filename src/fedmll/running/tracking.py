@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmll.errors import ConfigError
-from fedmll.runs.loop import Observer, Result, Row
+from fedmll.running.loop import Observer, Result, Row
 
 
 class Together(Observer):

@@ -23,7 +23,7 @@ from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Like, Merger, Part, Records
 from fedmll.methods.method import Method
 from fedmll.methods.parts.basic import Absent, WeightedMean
-from fedmll.runs import checkpoint, grid
+from fedmll.running import checkpoint, grid
 
 TWELVE = {
     "method__name": "fedmlp", "method__t1": 1, "method__T0": 0.2, "method__T1": 0.2, "partition__clients": 12,

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fedmll.errors import CheckpointError
-from fedmll.runs import checkpoint
-from fedmll.runs.checkpoint import Checkpoint
+from fedmll.running import checkpoint
+from fedmll.running.checkpoint import Checkpoint
 
 
 def make(round: int) -> Checkpoint:

@@ -20,9 +20,9 @@ from fedmll.data.digest import Facts
 from fedmll.data.federation import Federation
 from fedmll.errors import CheckpointError, ConfigError, FedmllError, nearest
 from fedmll.experiment import Experiment, parse_value
-from fedmll.runs.comparison import SHOWN, Cell, Comparison, Row, Variant, check_metrics, measure
-from fedmll.runs.folder import DATA, check_data, read_rows
-from fedmll.runs.loop import SELECTION, Observer, resume, run
+from fedmll.running.comparison import SHOWN, Cell, Comparison, Row, Variant, check_metrics, measure
+from fedmll.running.folder import DATA, check_data, read_rows
+from fedmll.running.loop import SELECTION, Observer, resume, run
 
 FAILED = "failed.json"
 

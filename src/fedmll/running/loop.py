@@ -26,9 +26,9 @@ from fedmll.evaluation.pooled import Evaluation
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Records
-from fedmll.runs import checkpoint
-from fedmll.runs.checkpoint import Checkpoint
-from fedmll.runs.folder import (
+from fedmll.running import checkpoint
+from fedmll.running.checkpoint import Checkpoint
+from fedmll.running.folder import (
     EXPERIMENT,
     METRICS,
     MODEL,
@@ -45,7 +45,7 @@ from fedmll.runs.folder import (
     to_json,
     write_csv,
 )
-from fedmll.runs.observers import Observer, Result
+from fedmll.running.observers import Observer, Result
 
 SELECTION = "val_macro_auc"  # what "best on validation data" means, for early stopping and for tuning
 BEST = "best/"  # prefix of the best round's tensors in a checkpoint
