@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.augment import augment
+from fedmll.data.images.cache import Progress
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
-from fedmll.models.backbones import pixel_scale
+from fedmll.models.backbones import Backbone, pixel_scale
 from fedmll.models.flat import FlatWeights
+from fedmll.models.frozen import WHOLE, kept_tokens
 from fedmll.models.network import Network
 from fedmll.seeding import derive, numpy_generator, torch_generator
 
@@ -63,8 +66,34 @@ class Task:
         return images.sub_(mean).mul_(inverse_std)
 
     def inputs(self, raw: Tensor) -> Tensor:
-        """Raw samples → what a model takes, without augmentation. Feature vectors pass as they are."""
+        """Raw samples → what a model takes, without augmentation. Feature vectors and tokens pass as they are."""
         return self.normalise(self.unit(raw)) if raw.dtype == torch.uint8 else raw
+
+    def seen(self, data: Dataset, positions: np.ndarray | slice) -> Tensor:
+        """Samples as a model takes them: kept tokens where there are any."""
+        return self.inputs(self.tensor(data.samples(positions) if data.tokens is None else data.kept(positions)))
+
+
+def with_tokens(
+    task: Task, backbone: Backbone, parts: Mapping[str, Dataset | None], progress: Progress
+) -> dict[str, Any]:
+    """The datasets with what a frozen backbone makes of them, computed once a store; as they are for any other."""
+    model, kept = task.experiment.model, dict[int, NDArray[np.float16]]()
+
+    def attached(data: Dataset | None) -> Dataset | None:
+        if data is None or not data.is_images or not len(data.store):
+            return data
+        if id(data.store) not in kept:
+            recipe, scale = task.experiment.training.augment, pixel_scale(model, task.sample_shape[0])
+            kept[id(data.store)] = kept_tokens(
+                backbone, data.store, recipe, model.views, task.seed, task.normalise, scale, progress
+            )
+        return replace(data, tokens=kept[id(data.store)])
+
+    if model.freeze != WHOLE:
+        return dict(parts)
+    found = {id(data): attached(data) for data in parts.values()}
+    return {name: found[id(data)] for name, data in parts.items()}  # what was one stays one
 
 
 def task_of(data: Federation, device: torch.device | None = None) -> Task:
@@ -90,8 +119,8 @@ Reply = tuple[Peer, Message]  # a client and what it sent
 @dataclass
 class Batch:
     task: Task
+    data: Dataset
     rows: Tensor  # places in the client's data
-    raw: Tensor
     targets: Tensor  # int8: 1 present, 0 absent, -1 unknown
     recipe: str
     generator: torch.Generator
@@ -100,8 +129,18 @@ class Batch:
     def images(self) -> Tensor:
         return self.view(self.recipe)
 
+    @cached_property
+    def raw(self) -> Tensor:
+        """As they are stored."""
+        return self.task.tensor(self.data.samples(self.rows.numpy()))
+
     def view(self, recipe: str) -> Tensor:
-        """A fresh augmented view of the batch, ready for the model."""
+        """A fresh augmented view of the batch, ready for the model; of kept tokens one of the kept views, drawn for
+        each sample."""
+        tokens = self.data.tokens
+        if tokens is not None:
+            drawn = torch.randint(len(tokens) if recipe != "none" else 1, (len(self),), generator=self.generator)
+            return self.task.tensor(self.data.kept(self.rows.numpy(), drawn.numpy()))
         if recipe == "none" or self.raw.dtype != torch.uint8:
             return self.task.inputs(self.raw)
         return self.task.normalise(augment(self.task.unit(self.raw), recipe, self.generator))
@@ -157,8 +196,7 @@ class Client:
 
     def _batch(self, rows: np.ndarray, recipe: str, generator: torch.Generator) -> Batch:
         places = torch.from_numpy(rows)
-        raw = self.task.tensor(self.data.samples(rows))
-        return Batch(self.task, places, raw, self.targets[places], recipe, generator)
+        return Batch(self.task, self.data, places, self.targets[places], recipe, generator)
 
 
 @dataclass(frozen=True)

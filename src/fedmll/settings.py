@@ -153,6 +153,9 @@ class Model(Section):
     backbone: str = AUTO  # convnet; of feature vectors: mlp
     channels: tuple[int, ...] = (32, 64, 128, 128)  # of convnet's blocks, mlp's layers, vit's layers (the last)
     norm: Literal["batch", "group"] = "batch"
+    freeze: Literal["none", "backbone"] | Count = "none"  # all of the backbone, or its first n stages
+    views: Annotated[int, Field(ge=1, le=8)] = 1  # of a frozen backbone: kept views of an image, all but one augmented
+    width: Count | None = None  # of a trained neck between the backbone and the head; default: no neck
     stem: Literal["auto", "cifar", "imagenet"] = "auto"  # of resnet18
     weights: Path | None = None  # initial weights: .safetensors or .pth (resnet18), a folder or hub name (vit)
 

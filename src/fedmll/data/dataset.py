@@ -31,6 +31,7 @@ class Dataset:
     labels   int8 (N, C), the targets of the N samples in the order of `rows`: 1 present, 0 absent, -1 unknown
     rows     int64 (N,), the place of each sample in the store
     groups   (N,) strings, the client that a sample comes from, if the source says
+    tokens   fp16 (views, M, width, rows, columns), what a frozen backbone makes of the store; view 0 is as it is
     patients (N,) strings, whose sample it is (`data.group`, else a packed file's own `patient`), if the source says
     """
 
@@ -40,6 +41,7 @@ class Dataset:
     rows: NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
     groups: NDArray[np.str_] | None = None
     patients: NDArray[np.str_] | None = None
+    tokens: NDArray[np.float16] | None = None
 
     def __post_init__(self) -> None:
         if self.rows is None:
@@ -96,6 +98,12 @@ class Dataset:
     def samples(self, positions: NDArray[np.integer] | slice) -> NDArray[np.uint8] | NDArray[np.float32]:
         """The raw samples at `positions`, gathered from the store: the one place where data is copied."""
         return self.store[self.rows[positions]]
+
+    def kept(self, positions: NDArray[np.integer] | slice, views: NDArray[np.integer] | int = 0) -> NDArray[np.float16]:
+        """The tokens of these samples, of one view or of a view for each."""
+        assert self.tokens is not None
+        found: NDArray[np.float16] = self.tokens[views, self.rows[positions]]
+        return found
 
 
 @dataclass(frozen=True)

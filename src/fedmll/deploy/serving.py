@@ -24,6 +24,7 @@ from fedmll.client import Task
 from fedmll.data import federation, sources
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
+from fedmll.data.images.cache import Progress
 from fedmll.deploy import keys, site
 from fedmll.deploy.site_worker import Setup
 from fedmll.engines.base import Engine
@@ -138,7 +139,7 @@ def drive(
     _wait_for_all(roster, server, alive)
     engines: list[FlowerEngine] = []
 
-    def make_engine(data: Federation, _: Path) -> Engine:
+    def make_engine(data: Federation, _: Path, progress: Progress) -> Engine:
         engine = FlowerEngine(
             data,
             roster,
@@ -146,6 +147,7 @@ def drive(
             round_timeout=server.round_timeout,
             tries=server.tries,
             alive=alive,
+            progress=progress,
         )
         engines.append(engine)
         return engine

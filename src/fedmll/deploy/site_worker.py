@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from fedmll import files
-from fedmll.client import Client, Task
+from fedmll.client import Client, Task, with_tokens
 from fedmll.data.digest import digest_of
+from fedmll.data.images.cache import silent
 from fedmll.deploy import site
 from fedmll.deploy.site import Site
 from fedmll.engines.learner import Learner
@@ -60,7 +61,11 @@ class SiteWorker:
         torch.set_num_threads(1)  # as the local engine's workers: sums over several threads have other last bits
         share = float(experiment.partition.holdout)
         self.data = site.load(where, setup.classes, setup.shape, experiment.seed, share)
-        self.learner = Learner(Task(experiment, self.data.train.classes, setup.shape, setup.clients, device))
+        task = Task(experiment, self.data.train.classes, setup.shape, setup.clients, device)
+        self.learner = Learner(task)
+        self.digest = digest_of({"training": self.data.train, "held-out": self.data.held_out})
+        parts = {"train": self.data.train, "held_out": self.data.held_out}
+        self.data = replace(self.data, **with_tokens(task, self.learner.model.backbone, parts, silent))
         self.folder = where.memory / setup.run
         self.memory = MemoryStore(self.folder)
 
@@ -71,7 +76,7 @@ class SiteWorker:
             "samples": len(self.data.train),
             "held_out": len(self.data.held_out),
             "classes": np.array(self.learner.task.classes)[self.data.annotated].tolist(),
-            "digest": digest_of({"training": self.data.train, "held-out": self.data.held_out}),
+            "digest": self.digest,
             "frozen": frozen_sketch(self.learner.model),
         }
 

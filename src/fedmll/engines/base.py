@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedmll.client import Reply
 from fedmll.data.federation import Federation
+from fedmll.data.images.cache import Progress
 from fedmll.engines.learner import Learner
 from fedmll.evaluation.pooled import Evaluation
 from fedmll.message import Message, Tensors
@@ -47,4 +48,4 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-MakeEngine = Callable[[Federation, Path], Engine]
+MakeEngine = Callable[[Federation, Path, Progress], Engine]

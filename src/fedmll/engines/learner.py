@@ -4,14 +4,16 @@ sites of a real federation and whoever loads a finished run use this and nothing
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Task, Work, under
+from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Task, Work, under, with_tokens
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
+from fedmll.data.images.cache import Progress, silent
 from fedmll.errors import ClientError
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
@@ -29,6 +31,11 @@ class Learner:
         self.shaping, self.teaching, self.adjusting, self.stepping = map(
             self.method.overriding, ("shape", "term", "adjust", "stepped")
         )
+
+    def federation(self, data: Federation, progress: Progress = silent) -> Federation:
+        """With what a frozen backbone makes of its data."""
+        parts = {name: getattr(data, name) for name in ("train", "test", "validation", "held_out", "source")}
+        return replace(data, **with_tokens(self.task, self.model.backbone, parts, progress))
 
     def peers(self, data: Federation) -> list[Peer]:
         """The clients as the server knows them. A pooled method has one, with everything."""
@@ -72,8 +79,8 @@ class Learner:
         scores = []
         with torch.inference_mode():
             for first in range(start, stop, EVALUATION_BATCH):
-                raw = self.task.tensor(data.samples(slice(first, min(first + EVALUATION_BATCH, stop))))
-                scores.append(self.method.predict(self.model, self.task.inputs(raw)).cpu())
+                images = self.task.seen(data, slice(first, min(first + EVALUATION_BATCH, stop)))
+                scores.append(self.method.predict(self.model, images).cpu())
         return torch.cat(scores) if scores else torch.zeros(0, len(self.task.classes))
 
     def train(self, client: Client, message: Message, memory: Tensors) -> Message:

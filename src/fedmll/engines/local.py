@@ -16,6 +16,7 @@ from torch import Tensor
 from fedmll.client import EVALUATION_BATCH, Reply, task_of
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
+from fedmll.data.images.cache import Progress, silent
 from fedmll.engines.learner import Learner
 from fedmll.engines.memory import MemoryStore
 from fedmll.engines.pool import Job, Pool
@@ -29,12 +30,12 @@ CHUNK = 4 * EVALUATION_BATCH  # samples of one prediction job
 class LocalEngine:
     tries = 1
 
-    def __init__(self, federation: Federation, memory_folder: Path) -> None:
+    def __init__(self, federation: Federation, memory_folder: Path, progress: Progress = silent) -> None:
         setting = federation.experiment.engine
-        self.federation = federation
         self.device = choose_device(setting.device)
         self.learner = Learner(task_of(federation, self.device))
         self.method = self.learner.method
+        self.federation = federation = self.learner.federation(federation, progress)
         self.memory = MemoryStore(memory_folder)
         self.datasets = federation.evaluated
         self.bytes_down = self.bytes_up = 0

@@ -21,6 +21,7 @@ from fedmll.methods.parts.basic import Absent, Mean, Supervision
 from fedmll.methods.recipe import Choice, Recipe, switch
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat import FlatWeights
+from fedmll.models.frozen import fit_out
 from fedmll.models.network import Network
 from fedmll.seeding import derive
 
@@ -173,7 +174,8 @@ class Method:
         return bool(self.mean.private)
 
     def model(self) -> Network:
-        backbone = build_backbone(self.task.experiment.model, self.task.sample_shape, self.task.seed)
+        setting, seed = self.task.experiment.model, self.task.seed
+        backbone = fit_out(build_backbone(setting, self.task.sample_shape, seed), setting, seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.task.seed, "head"))
             return self.network_head.build(backbone)

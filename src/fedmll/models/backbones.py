@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors.torch import load_file
@@ -22,6 +23,27 @@ class Backbone(nn.Module):
     """`width` is the number of channels of the token map that `forward` gives."""
 
     width: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neck: nn.Module | None = None  # between tokens and head (models/frozen.py)
+        self.frozen: tuple[nn.Module, ...] = ()
+
+    @property
+    def whole_is_frozen(self) -> bool:
+        own = [child for child in self.children() if child is not self.neck]
+        return len(self.frozen) > 0 and all(any(child is stage for stage in self.frozen) for child in own)
+
+    def train(self, mode: bool = True) -> Self:
+        """What is frozen stays in evaluation mode: its batch statistics are not those of a batch."""
+        super().train(mode)
+        for stage in self.frozen:
+            stage.eval()
+        return self
+
+    def stages(self) -> list[nn.Module]:
+        """Its modules in order, from the image on."""
+        return list(self.children())
 
 
 def normalisation(kind: str, channels: int) -> nn.Module:

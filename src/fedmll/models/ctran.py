@@ -76,7 +76,7 @@ class CTran(Network):
 
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         """The labels' tokens (batch, classes, width) as they come out. `states` None: all unknown."""
-        image_tokens = self.backbone(images).flatten(2).transpose(1, 2)
+        image_tokens = self.tokens(images).flatten(2).transpose(1, 2)
         tokens = self.norm(torch.cat([image_tokens, self.label_tokens(states, len(images))], dim=1))
         for layer in self.layers[:-1]:
             tokens = layer(tokens, tokens)

@@ -36,7 +36,8 @@ class FlatWeights:
     def __init__(self, model: nn.Module) -> None:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         persistent = set(model.state_dict())
-        buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+        frozen = _frozen_buffers(model)
+        buffers = {name: b for name, b in model.named_buffers() if name in persistent and name not in frozen}
         floats = {name: b for name, b in buffers.items() if b.is_floating_point()}
         integers = {name: b for name, b in buffers.items() if not b.is_floating_point()}
         self.layout = _places([*parameters.items(), *floats.items()])
@@ -110,7 +111,8 @@ def frozen_sketch(model: nn.Module) -> dict[str, Sketch]:
     machines that built the same tensor agree to rounding (a hash would not forgive the last bit of a QR)."""
     persistent = set(model.state_dict())
     frozen: Tensors = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    frozen |= {name: b for name, b in model.named_buffers() if name not in persistent}
+    kept = _frozen_buffers(model)
+    frozen |= {name: b for name, b in model.named_buffers() if name not in persistent or name in kept}
     sketches = {}
     for name, tensor in frozen.items():
         values = tensor.detach().double().cpu().flatten().numpy()
@@ -133,6 +135,16 @@ def sketches_differ(ours: Mapping[str, Sketch], theirs: object) -> list[str]:
         return all(abs(a - b) <= tolerance for a, b in zip(mine, other, strict=True))
 
     return [name for name in ours if not same(name)] + sorted(str(name) for name in told.keys() - ours.keys())
+
+
+def _frozen_buffers(model: nn.Module) -> set[str]:
+    """Of modules whose parameters are all frozen: batch statistics that stay as they are."""
+    return {
+        f"{place}.{name}"
+        for place, module in model.named_modules()
+        if (own := list(module.parameters(recurse=False))) and not any(p.requires_grad for p in own)
+        for name, _ in module.named_buffers(recurse=False)
+    }
 
 
 def _places(tensors: list[tuple[str, Tensor]]) -> dict[str, Place]:

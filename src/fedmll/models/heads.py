@@ -182,7 +182,7 @@ class PrototypeClassifier(Network):
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         if self.ladm is None:
             return super().features(images)
-        features: Tensor = self.ladm(self.backbone(images))
+        features: Tensor = self.ladm(self.tokens(images))
         return features
 
     def logits(self, features: Tensor) -> Tensor:
@@ -194,4 +194,4 @@ class PrototypeClassifier(Network):
         """The LADM's maps (batch, heads, classes, rows, columns), for pictures of where each class looks."""
         if self.ladm is None:
             raise ConfigError("There are no attention maps without the LADM (method.ladm = false).")
-        return self.ladm.maps(self.backbone(images))
+        return self.ladm.maps(self.tokens(images))

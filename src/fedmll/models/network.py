@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fedmll.models.backbones import Backbone
+from fedmll.models.frozen import tokens_of
 
 
 class Network(nn.Module):
@@ -18,10 +19,13 @@ class Network(nn.Module):
     def width(self) -> int:
         return self.backbone.width
 
+    def tokens(self, images: Tensor) -> Tensor:
+        """(batch, width, rows, columns) of images, or of tokens that were kept."""
+        return tokens_of(self.backbone, images)
+
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         """`states` (batch, classes) are what is known of the labels (1, 0, -1 unknown), for heads that can use it."""
-        tokens: Tensor = self.backbone(images)
-        return tokens.mean((2, 3))
+        return self.tokens(images).mean((2, 3))
 
     def logits(self, features: Tensor) -> Tensor:
         raise NotImplementedError

@@ -67,7 +67,7 @@ def run(
     out = Path(out)
     check_vacant(out)
     data = _divided(experiment, prepared, observer)
-    engine = LocalEngine(data, memory_folder(out))
+    engine = LocalEngine(data, memory_folder(out), observer.preparing)
     with closing(engine):
         create(out, data.experiment)
         return _go(data, engine, out, observer)
@@ -92,7 +92,7 @@ def resume(
     experiment = experiment_in(out, {f"engine.{k}": v for k, v in (engine or {}).items()} | moved | longer)
     checkpoint.check_owner(out / "checkpoint", experiment.fingerprint())
     divided = _divided(experiment, prepared, observer)
-    with closing(make_engine(divided, memory_folder(out))) as worker:
+    with closing(make_engine(divided, memory_folder(out), observer.preparing)) as worker:
         return _go(divided, worker, out, observer, before)
 
 

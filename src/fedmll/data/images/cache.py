@@ -28,7 +28,7 @@ Progress: TypeAlias = Callable[[int, int, str], None]
 """Called as `progress(done, total, what)`, e.g. `progress(1024, 8208, "decoding images")`."""
 
 Shape: TypeAlias = tuple[int, int, int, int]
-Fill: TypeAlias = Callable[[NDArray[np.uint8]], None]
+Fill: TypeAlias = Callable[[NDArray[Any]], None]
 
 RAM_LIMIT = 64 * 2**20  # larger arrays are mapped from the cache, so that all processes share one copy
 LAYOUT_VERSION = 2  # part of every key: a change of how images are prepared must not find the old ones
@@ -61,18 +61,19 @@ def store_key(store: NDArray[np.uint8]) -> str:
 
 
 def cached(
-    key: str, prepare: Callable[[], tuple[Shape, Fill]], progress: Progress = silent, what: str = "preparing images"
-) -> NDArray[np.uint8]:
-    """The images called `key`, mapped. If they are not there, prepare() says their shape and how to fill them in."""
+    key: str, prepare: Callable[[], tuple[tuple[int, ...], Fill]], progress: Progress = silent,
+    what: str = "preparing images", kind: Any = np.uint8,
+) -> NDArray[Any]:  # fmt: skip
+    """The array called `key`, mapped. If it is not there, prepare() says its shape and how to fill it in."""
     path = cache_folder() / f"{key}.npy"
-    images = _mapped(path)
+    images = _mapped(path, kind)
     if images is not None:
         return images
     with _alone(path, lambda: progress(0, 1, f"{what}: waiting for another process that does the same")):
-        images = _mapped(path)  # the process that we waited for has made it
+        images = _mapped(path, kind)  # the process that we waited for has made it
         if images is None:
-            _build(path, *prepare())
-            images = _mapped(path)
+            _build(path, *prepare(), kind)
+            images = _mapped(path, kind)
     if images is None:
         raise DataError(f"The image cache '{path}' cannot be read back after it was written; check the disk.")
     return images
@@ -107,7 +108,7 @@ def in_ram_or_cached(
     return images
 
 
-def _mapped(path: Path) -> NDArray[np.uint8] | None:
+def _mapped(path: Path, kind: Any) -> NDArray[Any] | None:
     """The array of a good file; None if there is none, or one that was cut short by a failing disk."""
     try:
         images = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -115,7 +116,7 @@ def _mapped(path: Path) -> NDArray[np.uint8] | None:
         return None
     except OSError as error:
         raise _unusable(path.parent, error) from None
-    return images if images.dtype == np.uint8 and images.ndim == 4 else None
+    return images if images.dtype == kind and images.ndim >= 4 else None
 
 
 def _read_facts(path: Path) -> dict[str, Any] | None:
@@ -127,10 +128,10 @@ def _read_facts(path: Path) -> dict[str, Any] | None:
         raise _unusable(path.parent, error) from None
 
 
-def _build(path: Path, shape: Shape, fill: Fill) -> None:
+def _build(path: Path, shape: tuple[int, ...], fill: Fill, kind: Any) -> None:
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         leftover.unlink(missing_ok=True)  # we hold the lock, so whoever wrote this was killed
-    needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
+    needed, free = math.prod(shape) * np.dtype(kind).itemsize, shutil.disk_usage(path.parent).free
     if needed > free:  # asked beforehand: writing to a mapped file on a full disk kills the process
         raise DataError(
             f"The prepared images need {needed / 2**20:,.0f} MB and the cache folder '{path.parent}' has "
@@ -138,7 +139,7 @@ def _build(path: Path, shape: Shape, fill: Fill) -> None:
             "a larger disk."
         )
     with replacing(path) as temporary:
-        images = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
+        images = np.lib.format.open_memmap(temporary, mode="w+", dtype=kind, shape=shape)
         fill(images)
         images.flush()
 

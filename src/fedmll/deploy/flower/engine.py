@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedmll.client import Peer, Reply, task_of
 from fedmll.data.federation import Federation
+from fedmll.data.images.cache import Progress, silent
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.roster import Member, Roster
 from fedmll.deploy.flower.site_app import BYE, EVALUATE, TRAIN
@@ -65,12 +66,14 @@ class FlowerEngine:
         round_timeout: float,
         tries: int,
         alive: Callable[[], None],
+        progress: Progress = silent,
     ) -> None:
-        self.federation, self.roster, self.grid = federation, roster, roster.grid
+        self.roster, self.grid = roster, roster.grid
         self.min_clients, self.round_timeout, self.tries = min_clients, round_timeout, tries
         self.alive = alive  # raises when the SuperLink is gone
         self.learner = Learner(task_of(federation, choose_device(federation.experiment.engine.device)))
         self.method = self.learner.method
+        self.federation = self.learner.federation(federation, progress)
         self.peers = self.learner.peers(federation)
         self.method.begin(self.peers)
         self.memory = SiteMemories()

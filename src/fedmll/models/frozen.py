@@ -1,0 +1,118 @@
+"""A frozen backbone is a function: its maps of tokens are computed once, by all cores, and kept in the cache as fp16.
+
+What is trained then is a neck (a 1×1 projection and a norm, `model.width`) and a head on top of the kept tokens. Where
+the same network sees an image itself, its tokens are rounded in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedmll.data.images.augment import augment
+from fedmll.data.images.cache import Progress, cached, content_key, silent, store_key
+from fedmll.errors import ConfigError
+from fedmll.models.backbones import Backbone, normalisation
+from fedmll.seeding import derive, torch_generator
+from fedmll.settings import Model
+
+AT_ONCE = 32  # images a pass: fits the processor's cache
+WHOLE = "backbone"
+
+Tokens = NDArray[np.float16]  # (views, images, width, rows, columns); view 0 is without augmentation
+
+
+def fit_out(backbone: Backbone, model: Model, seed: int) -> Backbone:
+    """`model.freeze` and `model.width`: what is frozen stays as it is and in evaluation mode; the neck is trained."""
+    if model.freeze != "none":
+        stages = list(backbone.children()) if model.freeze == WHOLE else backbone.stages()[: int(model.freeze)]
+        if model.freeze != WHOLE and len(stages) < int(model.freeze):
+            raise ConfigError(
+                f"model.freeze = {model.freeze}, but {model.backbone} has {len(stages)} stages; use fewer, or "
+                "model.freeze = 'backbone' for all."
+            )
+        for stage in stages:
+            stage.requires_grad_(False)
+        backbone.frozen = tuple(stages)
+    if model.width is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(seed, "neck"))
+            projection = nn.Conv2d(backbone.width, model.width, 1, bias=False)
+            backbone.neck = nn.Sequential(projection, normalisation(model.norm, model.width))
+        backbone.width = model.width
+    return backbone
+
+
+def tokens_of(backbone: Backbone, images: Tensor) -> Tensor:
+    """What heads see of images, or of tokens that were kept (fp16)."""
+    if images.dtype == torch.float16:
+        tokens = images.float()
+    else:
+        tokens = backbone(images)
+        if backbone.whole_is_frozen:
+            tokens = tokens.half().float()
+    return tokens if backbone.neck is None else backbone.neck(tokens)
+
+
+def kept_tokens(
+    backbone: Backbone, store: NDArray[Any], recipe: str, views: int, seed: int,
+    normalise: Callable[[Tensor], Tensor], scale: object, progress: Progress = silent,
+) -> Tokens:  # fmt: skip
+    """Of every image of a store. View v > 0 of image i is augmented by `recipe`; it depends on the seed, v and i.
+
+    normalise   pixels in [0, 1] → what the backbone takes, as `scale` says
+    """
+    backbone.eval()
+    with torch.no_grad():
+        shape = backbone(normalise(torch.zeros(1, *store.shape[1:]))).shape[1:]
+    drawn = (recipe, seed) if views > 1 else ()
+    key = content_key("tokens", store_key(store), _digest(backbone), scale, views, *drawn)
+    total = views * len(store)
+
+    def fill(tokens: Tokens) -> None:
+        done = multiprocessing.Value("q", 0)
+        cores = len(os.sched_getaffinity(0))
+        context = multiprocessing.get_context("fork")
+        work = [(view, start) for view in range(views) for start in range(0, len(store), AT_ONCE)]
+
+        def some(mine: int) -> None:
+            torch.set_num_threads(1)
+            with torch.inference_mode():
+                for view, start in work[mine::cores]:
+                    rows = slice(start, start + AT_ONCE)
+                    images = torch.from_numpy(np.ascontiguousarray(store[rows])).float().mul_(1 / 255)
+                    if view:
+                        images = augment(images, recipe, torch_generator(seed, "view", view, start))
+                    tokens[view, rows] = backbone(normalise(images)).half().numpy()
+                    with done.get_lock():
+                        done.value += len(images)
+
+        workers = [context.Process(target=some, args=(mine,), daemon=True) for mine in range(cores)]
+        for worker in workers:
+            worker.start()
+        while any(worker.is_alive() for worker in workers):
+            workers[0].join(0.2) if workers[0].is_alive() else workers[-1].join(0.2)
+            progress(done.value, total, "computing features")
+        if done.value != total:
+            raise ConfigError("A process that computed features died; there may be too little memory. Start it again.")
+        progress(total, total, "computing features")
+
+    return cached(key, lambda: ((views, len(store), *shape), fill), progress, "features", np.float16)
+
+
+def _digest(backbone: Backbone) -> str:
+    """Of all its weights, without the neck."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in backbone.state_dict().items():
+        if not name.startswith("neck."):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
