@@ -70,6 +70,8 @@ class Experiment(Section):
         self.__dict__["method"] = MethodSection(name=self.method.name, **_said(decided))
         if self.training.keep == AUTO:
             self.training.keep = method.keep
+        if method.rounds is not None:
+            self.training.rounds = method.rounds
         source = registry.all_of("source").get(self.data.source)  # None: the server of a federation may have no data
         self._check_names(features=source is not None and not source.images)
         self._check_clients(may_be_natural=source is not None and source.says_clients)

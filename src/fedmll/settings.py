@@ -167,7 +167,7 @@ class Model(Section):
 
 
 class Training(Section):
-    rounds: Count = 20
+    rounds: Annotated[int, Field(ge=0)] = 20
     local_epochs: Count = 1
     batch_size: Count = 32
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"  # adam and sgd couple weight decay with the gradient

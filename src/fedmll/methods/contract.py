@@ -194,11 +194,12 @@ class Part(Piece):
 class Like:
     """What a tensor of a reply must be: its shape, type and range, all stated."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]  # None: from 1 to `most`
     dtype: torch.dtype = torch.float32
     low: float = -math.inf
     high: float = math.inf
     norm: float = math.inf  # the largest
+    most: int = 1
     why: str = ""  # the shape is what it is
     rule: Callable[[Tensor], bool] | None = None  # what else must hold …
     broken: str = ""  # … and what to say if it does not
@@ -209,7 +210,7 @@ class Like:
         return cls(tuple(weights.shape), weights.dtype, norm=LARGEST_GROWTH * (1 + float(weights.norm())), why=why)
 
     def refuse(self, name: str, tensor: Tensor) -> str | None:
-        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+        if not self._fits(tuple(tensor.shape)) or tensor.dtype != self.dtype:
             because = f" ({self.why})" if self.why else ""
             return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {self.dtype} {self.shape}{because}"
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -221,6 +222,10 @@ class Like:
         if self.rule is not None and not self.rule(tensor):
             return f"{name} {self.broken}"
         return None
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        allowed = [(1, self.most) if size is None else (size, size) for size in self.shape]
+        return len(shape) == len(allowed) and all(a <= n <= b for n, (a, b) in zip(shape, allowed, strict=True))
 
 
 def refuse_unlike(expected: Mapping[str, Like], reply: Message) -> str | None:

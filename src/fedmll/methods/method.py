@@ -42,6 +42,7 @@ class Method:
     published: ClassVar[dict[str, Any]] = {}  # the paper's settings, used by `--as-published`
     unpublished: ClassVar[dict[str, str]] = {}  # what the paper has and only the user can give: setting → what
     symbols: ClassVar[dict[str, str]] = {}  # the paper's name of an option, accepted too → its name here
+    rounds: ClassVar[int | None] = None  # how many there are, where it is not the experiment's to say
     keep: ClassVar[Literal["last", "best"]] = "last"  # which round's model is the result
     pooled: bool = False  # trains on all data in one place, with every annotation
 

@@ -108,7 +108,7 @@ def _change(out: Path, before: Experiment, experiment: Experiment, observer: Obs
     """Other rounds, or another place of the data, for a run that has begun."""
     if (before.training.rounds, before.data) == (experiment.training.rounds, experiment.data):
         return
-    rounds, done = experiment.training.rounds, len(read_rows(out / METRICS))
+    rounds, done = experiment.training.rounds, max((row["round"] for row in read_rows(out / METRICS)), default=0)
     if rounds < done:
         raise ConfigError(f"The run in {out} has done {done} rounds already; --rounds {rounds} is less than that.")
     for key, (value, then) in before.depends_on_rounds(rounds).items():
@@ -158,7 +158,7 @@ class _Run:
             self.log.info(text)
             self.observer.note(text)
         if first == 1 and self.engine.learner.method.opens:
-            state, _, _ = self._exchange(state, 0)
+            state = self._round(state, 0)  # the opening exchange
         for number in range(first, self.experiment.training.rounds + 1):
             state = self._round(state, number)
         return self._finish(state)
@@ -177,7 +177,7 @@ class _Run:
             state = {k: t for k, t in found.state.items() if not k.startswith(BEST)}
             self.engine.memory.latest = dict(found.memories)
         self.engine.memory.keep_only(checkpoint.memories(self.checkpoints))
-        self.rows = [row for row in read_rows(self.out / METRICS) if row["round"] <= last]
+        self.rows = [row for row in read_rows(self.out / METRICS) if row["round"] <= last and last]
         files.write(self.out / METRICS, "".join(to_json(row) + "\n" for row in self.rows))
         return state, last + 1
 
@@ -185,15 +185,16 @@ class _Run:
         begin = time.perf_counter()
         engine, method = self.engine, self.engine.learner.method
         state, records, losses = self._exchange(state, number)
-        records |= engine.audit()
+        records |= engine.audit() if number else {}
         row: Row = {
             "round": number,
             "seconds": 0.0,
             "bytes_up": engine.bytes_up,
             "bytes_down": engine.bytes_down,
             "clients": len(losses),
-            "loss": float(np.average([loss for loss, _ in losses], weights=[n for _, n in losses])),
         }
+        if number:
+            row["loss"] = float(np.average([loss for loss, _ in losses], weights=[n for _, n in losses]))
         row |= {name: float(value) for name, value in records.items() if not isinstance(value, Tensor)}
         setting = self.experiment.engine
         last = number == self.experiment.training.rounds
@@ -205,7 +206,7 @@ class _Run:
             self.evaluations = {number: evaluation} | {r: e for r, e in self.evaluations.items() if r == kept}
         row["seconds"] = round(time.perf_counter() - begin, 4)
         self._write_down(row, {k: v for k, v in records.items() if isinstance(v, Tensor)})
-        if last or number % setting.checkpoint_every == 0:
+        if number and (last or number % setting.checkpoint_every == 0):
             self._checkpoint(state, number)
         self.observer.round_done(row)
         return state

@@ -1,0 +1,162 @@
+"""The exact linear head, from sums (ridge regression): one exchange, and the result does not depend on who has what.
+
+Each client sends, of its features f and known targets y, G = Σ f fᵀ, Σ f, B = Σ f y, Σ y and counts; one G for every
+set of its classes that are known on the same samples. With features centred by the class's own mean and scaled by s, the
+root of the pooled variance,
+
+    w_c = S⁻¹ (S⁻¹ Ĝ_c S⁻¹ + λ n_c I)⁻¹ S⁻¹ B̂_c,   bias by the means; the intercept is not penalised;
+
+G_c sums over who annotates c. Unknown targets count nowhere. λ = "gcv" minimises generalised cross-validation,
+n · RSS / (n − df)², summed over the classes: it needs no more than the same sums. A score of ½ becomes p = ½ with the
+slope of the line: z = 4 (score − ½). G shows the server second moments of a client's features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedmll.client import Peer, Work
+from fedmll.message import Message, Tensors
+from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option
+from fedmll.methods.parts.rows import HeadRows
+from fedmll.threads import one_thread
+
+GRID = torch.logspace(-5, 1, 13, dtype=torch.float64)  # of λ, relative to the samples
+SMALLEST = 1e-6  # of a feature's standard deviation: what is constant says nothing
+
+
+class Ridge(Part):
+    """The head starts from the exact ridge solution of all clients' sums."""
+
+    name = "ridge"
+    needs = frozenset({"rows"})
+    exchanges = frozenset({"opening"})
+
+    class Options(PartOptions):
+        ridge: Annotated[float, Field(gt=0)] | Literal["gcv"] = option(
+            "gcv", "λ, relative to n; gcv: chosen from the sums"
+        )
+
+    def survey(self, work: Work) -> Tensors:
+        features = work.look(features=True).features
+        assert features is not None
+        return sums_of(features.double(), work.client.targets)
+
+    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+        if round != 0:
+            return {}
+        width, classes = self.model.width, len(self.task.classes)
+        double = torch.float64
+        return {
+            "group": Like((classes,), torch.int64, low=-1, high=classes - 1),
+            "gram": Like(
+                (None, width + 1, width + 1), double, most=classes, rule=_symmetric, broken="is not symmetric"
+            ),
+            "cross": Like((classes, width + 1), double),
+            "all": Like((3, width), double),
+        }
+
+    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
+        return Solving(self) if round == 0 else None
+
+
+def sums_of(features: Tensor, targets: Tensor) -> Tensors:
+    """A client's sums. `group` says which of the grams is a class's: −1 where nothing is known of it."""
+    augmented = torch.cat([features, features.new_ones(len(features), 1)], 1)
+    known, group = torch.unique(targets >= 0, dim=1, return_inverse=True)  # sets of classes known on the same samples
+    some = known.any(0)
+    place = torch.cumsum(some, 0) - 1
+    gram = torch.stack(
+        [augmented[mask].T @ augmented[mask] for mask in known.T[some]] or [augmented[:0].T @ augmented[:0]]
+    )
+    moments = [torch.full_like(features[0], len(features)), features.sum(0), features.square().sum(0)]
+    return {
+        "group": torch.where(some[group], place[group], -1),
+        "gram": (gram + gram.mT) / 2,
+        "cross": (targets == 1).double().T @ augmented,
+        "all": torch.stack(moments),
+    }
+
+
+class Solving(Merger):
+    """Sums of classes that the same clients know in the same way are kept once."""
+
+    def __init__(self, part: Ridge) -> None:
+        self.part = part
+        size, classes = part.model.width + 1, len(part.task.classes)
+        self.grams: list[Tensor] = [torch.zeros(size, size, dtype=torch.float64)]
+        self.of = torch.zeros(classes, dtype=torch.int64)  # class → its gram
+        self.cross = torch.zeros(classes, size, dtype=torch.float64)
+        self.moments = torch.zeros(3, size - 1, dtype=torch.float64)
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        self.cross += reply["cross"]
+        self.moments += reply["all"]
+        pairs, of = torch.unique(torch.stack([self.of, reply["group"]]), dim=1, return_inverse=True)
+        grams = [
+            self.grams[old] if new < 0 else self.grams[old] + reply["gram"][min(new, len(reply["gram"]) - 1)]
+            for old, new in pairs.T.tolist()
+        ]
+        self.grams, self.of = grams, of
+
+    @one_thread()
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        rows, strength = solved(self.grams, self.of, self.cross, self.moments, self.part.options.ridge)
+        head = HeadRows.of(self.part.weights)
+        front, _, back = head.split(merged["weights"], len(rows))
+        merged["weights"] = head.join(front, rows.float(), back)
+        return {}, {"ridge": strength}
+
+
+def solved(grams: list[Tensor], of: Tensor, cross: Tensor, moments: Tensor, ridge: float | str) -> tuple[Tensor, float]:
+    """The classifier's rows (C, width and bias) in logits, and λ. A class of which nobody knows anything is 0."""
+    count, total, squares = moments
+    variance = (squares / count - (total / count).square()).clamp(min=0)
+    scale = 1 / variance.sqrt().clamp(min=SMALLEST)
+    systems = [_System(gram, cross[of == number], scale) for number, gram in enumerate(grams)]
+    if ridge == "gcv":
+        errors = torch.stack([system.gcv(GRID) for system in systems]).sum(0)
+        strength = float(GRID[errors.argmin()])
+    else:
+        strength = float(ridge)
+    rows = torch.zeros_like(cross)
+    for number, system in enumerate(systems):
+        rows[of == number] = system.rows(strength)
+    rows[:, -1] -= 0.5
+    rows[torch.tensor([float(grams[number][-1, -1]) == 0 for number in of.tolist()])] = 0
+    return 4 * rows, strength
+
+
+class _System:
+    """Classes with the same known samples: centred, scaled, diagonalised once for every λ."""
+
+    def __init__(self, gram: Tensor, cross: Tensor, scale: Tensor) -> None:
+        self.count = float(gram[-1, -1].clamp(min=1))
+        self.scale, self.mean = scale, gram[-1, :-1] / self.count
+        centred = gram[:-1, :-1] - self.count * torch.outer(self.mean, self.mean)
+        self.values, self.vectors = torch.linalg.eigh(centred * scale[:, None] * scale)
+        self.values = self.values.clamp(min=0)
+        self.rate = cross[:, -1] / self.count
+        b = (cross[:, :-1] - cross[:, -1:] * self.mean) * scale
+        self.turned = b @ self.vectors  # (classes, width)
+
+    def gcv(self, grid: Tensor) -> Tensor:
+        """Σ over the classes of n · RSS / (n − df)², for every λ."""
+        shrunk = self.values + self.count * grid[:, None]
+        spread = self.count * (self.rate * (1 - self.rate)).sum()
+        explained = (self.turned.square().sum(0) * (2 / shrunk - self.values / shrunk.square())).sum(1)
+        left = (self.count - 1 - (self.values / shrunk).sum(1)).clamp(min=1e-3)
+        return self.count * (spread - explained).clamp(min=0) / left.square()
+
+    def rows(self, strength: float) -> Tensor:
+        w = (self.turned / (self.values + self.count * strength)) @ self.vectors.T * self.scale
+        return torch.cat([w, (self.rate - w @ self.mean)[:, None]], 1)
+
+
+def _symmetric(gram: Tensor) -> bool:
+    return torch.equal(gram, gram.mT)

@@ -1,0 +1,162 @@
+"""The exact head against scikit-learn's Ridge on pooled, masked data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.linear_model import Ridge as Pooled
+from sklearn.preprocessing import StandardScaler
+
+from fedmll import resume, run
+from fedmll.client import task_of
+from fedmll.data import federation
+from fedmll.engines.learner import Learner
+from fedmll.message import Message
+from fedmll.methods.parts import ridge
+from fedmll.testing import client_of, experiment, learner_of, merge, peer_of
+
+FROZEN: dict[str, Any] = {"method__name": "fed-ridge", "model__freeze": "backbone", "model__channels": (6, 10)}
+
+
+def pooled(features: np.ndarray, targets: np.ndarray, strength: float) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and intercepts of z = 4 (score − ½), class by class, on the samples that know the class."""
+    scaler = StandardScaler().fit(features)
+    x, rows, bias = scaler.transform(features), [], []
+    for c in range(targets.shape[1]):
+        known = targets[:, c] >= 0
+        if not known.any():
+            rows.append(np.zeros(x.shape[1]))
+            bias.append(0.0)
+            continue
+        found = Pooled(alpha=strength * known.sum(), fit_intercept=True, solver="cholesky").fit(
+            x[known], targets[known, c]
+        )
+        w = found.coef_ / scaler.scale_
+        rows.append(4 * w)
+        bias.append(4 * (found.intercept_ - w @ scaler.mean_ - 0.5))
+    return np.array(rows), np.array(bias)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), clients=st.integers(1, 5), classes=st.integers(1, 5), strength=st.floats(1e-3, 10),
+    kind=st.sampled_from(["all", "classes", "entries", "empty"]),
+)  # fmt: skip
+def test_the_sums_give_the_pooled_masked_ridge(
+    seed: int, clients: int, classes: int, strength: float, kind: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    width, owner = 6, rng.integers(0, clients, 60)
+    features = rng.normal(size=(60, width)) * rng.uniform(0.1, 30, width) + rng.normal(size=width) * 5
+    targets = rng.integers(0, 2, (60, classes)).astype(np.int8)
+    if kind == "classes":
+        targets[~(rng.random((clients, classes)) < 0.6)[owner]] = -1
+    elif kind == "entries":
+        targets[rng.random(targets.shape) < 0.3] = -1
+    elif kind == "empty":
+        targets[:, 0] = -1
+    grams, of = [torch.zeros(width + 1, width + 1, dtype=torch.float64)], torch.zeros(classes, dtype=torch.int64)
+    solving = ridge.Solving.__new__(ridge.Solving)
+    solving.grams, solving.of = grams, of
+    solving.cross = torch.zeros(classes, width + 1, dtype=torch.float64)
+    solving.moments = torch.zeros(3, width, dtype=torch.float64)
+    for client in rng.permutation(clients):
+        mine = owner == client
+        if mine.any():
+            sums = ridge.sums_of(torch.from_numpy(features[mine]), torch.from_numpy(targets[mine]))
+            solving.add(peer_of(int(client), classes), Message(sums, {"samples": 1.0}))
+    rows, used = ridge.solved(solving.grams, solving.of, solving.cross, solving.moments, strength)
+    expected, bias = pooled(features, targets, strength)
+    assert used == strength
+    np.testing.assert_allclose(rows[:, :-1].numpy(), expected, atol=1e-6 * max(1, np.abs(expected).max()))
+    np.testing.assert_allclose(rows[:, -1].numpy(), bias, atol=1e-6 * max(1, np.abs(bias).max()))
+    assert len(solving.grams) <= classes
+
+
+def test_gcv_is_the_textbook_s() -> None:
+    """n RSS / (n − tr H)², H the hat matrix with the intercept, by hand for every λ of the grid."""
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(40, 5)), rng.integers(0, 2, (40, 2)).astype(np.int8)
+    y[:, 1] = x[:, 0] > 0
+    sums = ridge.sums_of(torch.from_numpy(x), torch.from_numpy(y))
+    z = StandardScaler().fit_transform(x)
+    errors = []
+    for strength in ridge.GRID.tolist():
+        hat = z @ np.linalg.inv(z.T @ z + 40 * strength * np.eye(5)) @ z.T + np.ones((40, 40)) / 40
+        residual = y - hat @ y
+        errors.append(40 * (residual**2).sum() / (40 - np.trace(hat)) ** 2)
+    system = ridge._System(sums["gram"][0], sums["cross"], torch.from_numpy(1 / x.std(0)))
+    np.testing.assert_allclose(system.gcv(ridge.GRID).numpy(), errors, rtol=1e-9)
+    _, chosen = ridge.solved([sums["gram"][0]], torch.zeros(2, dtype=torch.int64), sums["cross"], sums["all"], "gcv")
+    assert chosen == pytest.approx(ridge.GRID[int(np.argmin(errors))].item())
+
+
+PARTITIONS = [
+    {"partition__kind": "iid", "partition__clients": 1},
+    {"partition__kind": "iid", "partition__clients": 12, "data__limit": 240},
+    {"partition__kind": "dirichlet", "partition__beta": 0.1, "partition__clients": 5},
+]
+
+
+def test_the_result_is_the_same_for_every_partition_and_worker() -> None:
+    results = [
+        run(experiment(**FROZEN, **{"data__limit": 240} | change, partition__holdout=0.0, engine__workers=workers))
+        for change, workers in zip(PARTITIONS, (0, 2, 1), strict=True)
+    ]
+    for other in results[1:]:
+        for name in results[0].weights:
+            torch.testing.assert_close(other.weights[name], results[0].weights[name], atol=1e-5, rtol=1e-4)
+    assert [row["round"] for row in results[0].rows] == [0]
+    assert results[0].metrics["macro_auc"] > 60
+
+
+def test_a_run_equals_scikit_learn_on_all_features(tmp_path: Path) -> None:
+    made = experiment(**FROZEN, method__ridge=0.01, annotation__kind="missing", annotation__missing=4)
+    data = federation.build(made)
+    result = run(made, tmp_path / "run", prepared=data)
+    learner = Learner(task_of(data))
+    rows = np.concatenate(data.samples)
+    learner.model.eval()
+    with torch.no_grad():
+        features = learner.model.features(learner.task.seen(data.train, rows)).double().numpy()
+    expected, bias = pooled(features, data.train.labels[rows], 0.01)
+    np.testing.assert_allclose(result.weights["head.weight"].numpy(), expected, rtol=2e-3, atol=2e-4)
+    np.testing.assert_allclose(result.weights["head.bias"].numpy(), bias, rtol=2e-3, atol=2e-4)
+    again = resume(tmp_path / "run")
+    assert torch.equal(again.weights["head.weight"], result.weights["head.weight"])
+    assert len(again.rows) == 1
+
+
+def test_replies_that_lie_are_refused() -> None:
+    learner = learner_of(experiment(**FROZEN))
+    client = client_of(learner, np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]]), round=0)
+    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 0)
+    good = learner.train(client, sent, {})
+    assert learner.method.refuse(sent, good, 0) is None
+    assert good["ridge/group"].tolist() == [1, 0, 1]
+    for key, wrong, reason in (
+        ("ridge/gram", good["ridge/gram"].repeat(4, 1, 1), "ridge/gram is"),
+        ("ridge/gram", good["ridge/gram"] + torch.arange(11.0, dtype=torch.float64), "not symmetric"),
+        ("ridge/cross", good["ridge/cross"] * torch.inf, "NaN or infinite"),
+        ("ridge/group", good["ridge/group"] + 5, "outside"),
+    ):
+        assert reason in str(learner.method.refuse(sent, Message(good.tensors | {key: wrong}, good.numbers), 0))
+
+
+def test_who_knows_nothing_changes_nothing() -> None:
+    learner = learner_of(experiment(**FROZEN))
+    known = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]])
+    state = learner.method.start()
+    sent = learner.method.send(state, peer_of(0, 3), 0)
+    one = learner.train(client_of(learner, known, round=0), sent, {})
+    nothing = learner.train(client_of(learner, np.full((1, 3), -1), round=0, seed=0), sent, {})
+    nothing.tensors["ridge/all"] = torch.zeros_like(nothing["ridge/all"])
+    alone, _ = merge(learner.method, state, [(peer_of(0, 3), one)], 0)
+    both, _ = merge(learner.method, state, [(peer_of(0, 3), one), (peer_of(1, 3), nothing)], 0)
+    torch.testing.assert_close(alone["weights"], both["weights"])
