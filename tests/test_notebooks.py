@@ -42,3 +42,12 @@ def test_a_researchers_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_method_authors_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = executed("method_author", tmp_path, monkeypatch)
     assert "was refused: my-liar/counts has more positives than targets" in said
+
+
+@pytest.mark.slow
+def test_a_consortiums_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr", reason="Flower is not installed (fedmll[flower])")
+    said = executed("consortium", tmp_path, monkeypatch)
+    assert "round 2: 3 clients" in said
+    assert "site-a: 60 images, all readable" in said
+    assert (tmp_path / "study" / "model.safetensors").is_file()
