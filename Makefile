@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test slow lint format clean
+.PHONY: run test slow docs format clean
 
 run: $(READY)  ## train four methods on the embedded digits; about a minute
 	$(BIN)/fedmll compare examples/digits.toml --methods centralized,fedavg,fedavg-pl,fedprox --rounds 12 --seeds 0,1
@@ -17,14 +17,21 @@ test: $(READY)  ## lint, types and every fast test
 slow: $(READY)  ## real servers, kills
 	$(BIN)/pytest -m slow
 
+docs: .venv/.docs  ## the site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -e '.[dev,flower,cluster,hf,track]'
+	touch $@
+
+.venv/.docs: $(READY)
+	$(BIN)/pip install --quiet -e '.[docs]'
 	touch $@

@@ -33,6 +33,8 @@ DEFAULT_CLIENTS = 10
 
 
 class Experiment(Section):
+    """Everything that a result depends on, checked when it is made. `Experiment()` has the defaults."""
+
     seed: Annotated[int, Field(ge=0)] = 0
     data: Data = Data()
     partition: Partition = Partition()

@@ -23,6 +23,8 @@ OPTIMIZER = "optimizer"  # its state in a client's memory
 
 
 class Learner:
+    """One method with one model object: it builds, receives, trains and predicts."""
+
     def __init__(self, task: Task) -> None:
         self.task, self.method = task, make(task)
         self.model = self.method.model().to(task.device)

@@ -109,6 +109,8 @@ class Sum(Merger):
 
 
 class Part(Piece):
+    """One idea, at the server and at the client. Override what it changes: a hook that is left alone costs nothing."""
+
     kind = "part"
     jobs: ClassVar[frozenset[str]] = frozenset()  # what only one part of a method can do: targets, unknown, average …
     needs: ClassVar[frozenset[str]] = frozenset()  # what the head must give

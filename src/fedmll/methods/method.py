@@ -34,6 +34,8 @@ P = TypeVar("P", bound=Part)
 
 
 class Method:
+    """A head and a list of parts under a name. With the defaults it is FedAvg; a class with a `name` is registered."""
+
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     head: ClassVar[type[Head]] = Linear
