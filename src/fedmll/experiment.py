@@ -77,9 +77,23 @@ class Experiment(Section):
         source = registry.all_of("source").get(self.data.source)  # None: the server of a federation may have no data
         self._check_names(features=source is not None and not source.images)
         self._check_clients(may_be_natural=source is not None and source.says_clients)
+        self._check_views()
         _ = self.data.reading  # refuses what is no window, and columns named twice
         method.check(self)
         return self
+
+    def _check_views(self) -> None:
+        """What is augmented is an image; of a frozen backbone only the kept views are."""
+        views, augmented = self.model.views, self.training.augment != "none"
+        if self.model.freeze != "backbone":
+            if views > 1:
+                raise ConfigError(f"model.views = {views} is for model.freeze = 'backbone'; leave it out.")
+        elif augmented != (views > 1):
+            raise ConfigError(
+                f"With model.freeze = 'backbone' images are augmented before they are kept: training.augment = "
+                f"'{self.training.augment}' and model.views = {views} do not go together. Set both (model.views = 4 and "
+                "training.augment = 'crop-flip'), or none."
+            )
 
     def _check_names(self, features: bool) -> None:
         if self.model.backbone == AUTO:
@@ -128,8 +142,8 @@ class Experiment(Section):
         return _validated(cls, values)
 
     @classmethod
-    def load(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> Experiment:
-        return cls.make(merged(read_toml(path), overrides or {}))
+    def load(cls, path: Path | str, overrides: Mapping[str, Any] | None = None) -> Experiment:
+        return cls.make(merged(read_toml(Path(path)), overrides or {}))
 
     def changed(self, overrides: Mapping[str, Any]) -> Experiment:
         """The same experiment with some `section.key` values changed: what was left open is decided anew, and another

@@ -171,7 +171,7 @@ def test_predictions_do_not_depend_on_how_they_are_cut(tmp_path: Path) -> None:
     engine = LocalEngine(data, tmp_path)
     try:
         state = engine.start()
-        (scores,) = engine.predict(state, "test")
+        (scores,) = engine.predict(engine.learner.method.deploy(state), "test")
         model = engine.learner.model.eval()
         pixels = torch.from_numpy(data.test.store[data.test.rows]).float() / 255
         with torch.no_grad():

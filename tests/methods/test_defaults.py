@@ -15,6 +15,9 @@ from fedmll.methods import find
 
 Rows = dict[str, tuple[Any, str]]  # option or setting: value, where it comes from
 
+RIDGE: Rows = {"ridge": ("gcv", "ours: generalised cross-validation, from the same sums")}
+START: Rows = RIDGE | {"start": ("seed", "every paper starts its head at random")}
+
 BY_SIZE: Rows = {"weights": ("size", "McMahan et al. 2017, Alg. 1: n_k/n")}
 
 CTRAN: Rows = {
@@ -44,6 +47,7 @@ PROXIMAL: Rows = {"mu": (0.01, "Li et al. 2020 tune it in {0.001, …, 1}; 0.01 
 DEFAULTS: dict[str, Rows] = {
     "fedavg": BY_SIZE,
     "fedavg-pl": BY_SIZE,
+    "fed-ridge": BY_SIZE | RIDGE,
     "fedprox": BY_SIZE | PROXIMAL,
     "fednca-ml": {
         "weights": ("equal", "FedNCA-ML, Alg. 1: 1/K"),
@@ -229,7 +233,8 @@ def test_what_only_the_user_can_give_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_options_are_the_papers(name: str) -> None:
     keep = "best" if name == "centralized" else "last"
-    expected = {"keep": keep} | {option: value for option, (value, _) in DEFAULTS[name].items()}
+    rows = DEFAULTS[name] | ({} if name in ("compose", "fed-ridge") else START)
+    expected = {"keep": keep} | {option: value for option, (value, _) in rows.items()}
     found = options_of(name)
     assert found == expected
     assert {option: type(value) for option, value in found.items()} == {o: type(v) for o, v in expected.items()}

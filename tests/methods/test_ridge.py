@@ -17,6 +17,7 @@ from fedmll import resume, run
 from fedmll.client import task_of
 from fedmll.data import federation
 from fedmll.engines.learner import Learner
+from fedmll.errors import ConfigError
 from fedmll.message import Message
 from fedmll.methods.parts import ridge
 from fedmll.testing import client_of, experiment, learner_of, merge, peer_of
@@ -160,3 +161,19 @@ def test_who_knows_nothing_changes_nothing() -> None:
     alone, _ = merge(learner.method, state, [(peer_of(0, 3), one)], 0)
     both, _ = merge(learner.method, state, [(peer_of(0, 3), one), (peer_of(1, 3), nothing)], 0)
     torch.testing.assert_close(alone["weights"], both["weights"])
+
+
+def test_every_method_with_a_linear_head_can_start_from_it() -> None:
+    frozen = {key: value for key, value in FROZEN.items() if key != "method__name"}
+    ridge_alone = run(experiment(**FROZEN))
+    for method in ("fedavg", "fedprox", "fedmlp", "fedharmony"):
+        started = run(experiment(**frozen, method__name=method, method__start="ridge", training__lr=1e-9))
+        assert [row["round"] for row in started.rows] == [0, 1, 2]
+        assert started.rows[0]["map"] == pytest.approx(ridge_alone.metrics["map"], abs=1e-6)
+        torch.testing.assert_close(
+            started.weights["head.weight"], ridge_alone.weights["head.weight"], atol=1e-4, rtol=0
+        )
+    with pytest.raises(ConfigError, match="'ridge' needs a head with rows, which 'ctran' has not"):
+        experiment(method__name="fedctran", method__start="ridge")
+    with pytest.raises(ConfigError, match="'ridge' and 'by-label'"):
+        experiment(method__name="private-fedavg", method__loss="sigmoid", method__start="ridge")

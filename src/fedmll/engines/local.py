@@ -77,9 +77,8 @@ class LocalEngine:
             self.memory.written(client, number)
             yield self.peers[client], reply
 
-    def predict(self, state: Tensors, *names: str) -> list[NDArray[np.float32]]:
-        """The global model's probabilities on some of the evaluated datasets, by all workers."""
-        message = self.method.deploy(state)
+    def predict(self, message: Message, *names: str) -> list[NDArray[np.float32]]:
+        """The deployed model's probabilities on some of the evaluated datasets, by all workers."""
         starts = [(name, start) for name in names for start in range(0, len(self.datasets[name]), CHUNK)]
         jobs = (Job("predict", chunk, message, "the evaluation") for chunk in starts)
         parts: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names}
@@ -89,7 +88,7 @@ class LocalEngine:
         return [np.concatenate(parts[name]) if parts[name] else empty for name in names]
 
     def evaluate(self, message: Message) -> Evaluation:
-        scores = self.predict(message.tensors, *self.datasets)
+        scores = self.predict(message, *self.datasets)
         return evaluate_pooled(self.federation, dict(zip(self.datasets, scores, strict=True)))
 
     def audit(self) -> dict[str, float | Tensor]:

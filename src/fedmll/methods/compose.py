@@ -22,7 +22,7 @@ from fedmll import registry
 from fedmll.errors import ConfigError
 from fedmll.methods.contract import AUTO, Part, PartOptions, Piece, option
 from fedmll.methods.method import Method
-from fedmll.methods.recipe import Recipe
+from fedmll.methods.recipe import Choice, Recipe
 
 
 class Compose(Method):
@@ -35,8 +35,8 @@ class Compose(Method):
         average: str = option("mean", "how the server averages")
 
     @classmethod
-    def every_part(cls) -> list[type[Part]]:
-        return []  # none is certain
+    def entries(cls) -> tuple[type[Part] | Choice, ...]:
+        return ()  # none is certain
 
     @classmethod
     def recipe(cls, options: Any) -> Recipe:

@@ -18,6 +18,7 @@ from fedmll.methods.contract import AUTO, Found, Head, Part, PartOptions, Piece,
 from fedmll.methods.heads import Linear
 from fedmll.methods.merging import Merging
 from fedmll.methods.parts.basic import Absent, Mean, Supervision
+from fedmll.methods.parts.ridge import Ridge
 from fedmll.methods.recipe import Choice, Recipe, switch
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat import FlatWeights
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "Method", "Recipe", "switch"]
 
 P = TypeVar("P", bound=Part)
+
+
+START = Choice("start", {"seed": None, "ridge": Ridge}, "what the head starts from: the seed, or the exact ridge head")
 
 
 class Method:
@@ -64,14 +68,19 @@ class Method:
     # ---- what an experiment asks of the class
 
     @classmethod
+    def entries(cls) -> tuple[type[Part] | Choice, ...]:
+        """The list, with what every method can start from; the average is the last."""
+        return (*(() if Ridge in cls.parts else (START,)), *cls.parts, cls.average)
+
+    @classmethod
     def choices(cls) -> list[Choice]:
-        return [entry for entry in (*cls.parts, cls.average) if isinstance(entry, Choice)]
+        return [entry for entry in cls.entries() if isinstance(entry, Choice)]
 
     @classmethod
     def every_part(cls) -> list[type[Part]]:
         """Also those that are switched off; those that others stand on too."""
         found: dict[type[Part], None] = {}
-        for entry in (*cls.parts, cls.average):
+        for entry in cls.entries():
             for part in entry.parts.values() if isinstance(entry, Choice) else (entry,):
                 if part is not None:
                     found |= dict.fromkeys((*part.requires, part))
@@ -86,8 +95,7 @@ class Method:
     @classmethod
     def chosen(cls, options: Any) -> list[type[Part]]:
         """Of the parts in the list, those that these options ask for; the average is the last."""
-        entries = (*cls.parts, cls.average)
-        parts = [e.parts[getattr(options, e.option)] if isinstance(e, Choice) else e for e in entries]
+        parts = [e.parts[getattr(options, e.option)] if isinstance(e, Choice) else e for e in cls.entries()]
         return [part for part in parts if part is not None]
 
     @classmethod
@@ -139,11 +147,9 @@ class Method:
     @classmethod
     def told(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options that sites are told: not those of parts that are the server's own."""
-        own: set[str] = set()
-        for entry in cls.choices():
-            parts = [part for part in entry.parts.values() if part is not None]
-            if any(part.server_only for part in parts):
-                own |= {entry.option, *(name for part in parts for name in part.Options.model_fields)}
+        servers = [part for part in cls.every_part() if part.server_only]
+        own = {name for part in servers for name in part.Options.model_fields}
+        own |= {entry.option for entry in cls.choices() if any(part in servers for part in entry.parts.values())}
         return {name: value for name, value in options.items() if name not in own}
 
     @classmethod

@@ -14,6 +14,7 @@ JOBS = {
     "targets": "how targets are taught",
     "unknown": "how unknown targets are taught",
     "views": "which views the network sees",
+    "rows": "what the classifier's rows start from",
     "average": "how the weights are averaged",
 }
 

@@ -1,8 +1,8 @@
 """The exact linear head, from sums (ridge regression): one exchange, and the result does not depend on who has what.
 
 Each client sends, of its features f and known targets y, G = Σ f fᵀ, Σ f, B = Σ f y, Σ y and counts; one G for every
-set of its classes that are known on the same samples. With features centred by the class's own mean and scaled by s, the
-root of the pooled variance,
+set of its classes that are known on the same samples. With features centred by the class's own mean and scaled by s,
+the root of the pooled variance,
 
     w_c = S⁻¹ (S⁻¹ Ĝ_c S⁻¹ + λ n_c I)⁻¹ S⁻¹ B̂_c,   bias by the means; the intercept is not penalised;
 
@@ -34,6 +34,7 @@ class Ridge(Part):
     """The head starts from the exact ridge solution of all clients' sums."""
 
     name = "ridge"
+    jobs = frozenset({"rows"})
     needs = frozenset({"rows"})
     exchanges = frozenset({"opening"})
 

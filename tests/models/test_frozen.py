@@ -1,0 +1,176 @@
+"""A frozen backbone: what it keeps, what is sent, and that nothing but the arithmetic's place changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedmll import load_run, resume, run
+from fedmll.client import task_of
+from fedmll.data import federation
+from fedmll.engines.learner import Learner
+from fedmll.errors import ConfigError
+from fedmll.models.flat import FlatWeights, frozen_sketch
+from fedmll.testing import experiment
+
+FROZEN: dict[str, Any] = {"model__freeze": "backbone", "model__channels": (6, 10)}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDMLL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def learner_with_data(**changes: Any) -> tuple[Learner, Any]:
+    data = federation.build(experiment(**FROZEN | changes))
+    learner = Learner(task_of(data))
+    return learner, learner.federation(data)
+
+
+def test_kept_tokens_are_the_network_s_to_fp16_rounding(cache: Path) -> None:
+    learner, data = learner_with_data()
+    backbone = learner.model.backbone.eval()
+    images = learner.task.inputs(torch.from_numpy(data.test.samples(slice(0, 40))))
+    with torch.no_grad():
+        exact = backbone(images)
+    kept = torch.from_numpy(data.test.kept(slice(0, 40)))
+    assert kept.dtype == torch.float16
+    torch.testing.assert_close(kept.float(), exact, atol=2e-3, rtol=1e-3)
+    with torch.no_grad():  # and a network that sees the images themselves agrees with one that sees tokens
+        torch.testing.assert_close(learner.model(images), learner.model(kept), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedprox", "fedavg-pl", "fednca-ml", "fedctran", "fedmlp", "fedharmony", "private-fedavg"]
+)
+def test_every_method_trains_heads_on_tokens_with_any_number_of_workers(cache: Path, method: str) -> None:
+    options = {"method__loss": "sigmoid"} if method == "private-fedavg" else {}
+    made = experiment(**FROZEN, method__name=method, **options, model__width=12)
+    cold, warm = run(made.changed({"engine.workers": 2})), run(made)
+    assert cold.weights.keys() == warm.weights.keys()
+    assert all(torch.equal(cold.weights[name], warm.weights[name]) for name in warm.weights)
+    assert not any(name.startswith("backbone.blocks") for name in warm.weights)  # never sent, never averaged
+    assert any(name.startswith("backbone.neck") for name in warm.weights)
+
+
+def test_frozen_batch_statistics_stay(cache: Path) -> None:
+    learner, _ = learner_with_data(model__width=12)
+    norm = next(m for m in learner.model.backbone.blocks.modules() if isinstance(m, nn.BatchNorm2d))
+    learner.model.train()
+    assert not norm.training and learner.model.backbone.neck.training
+    assert set(FlatWeights(learner.model).layout) == {
+        "backbone.neck.0.weight", "backbone.neck.1.weight", "backbone.neck.1.bias", "head.weight", "head.bias",
+        "backbone.neck.1.running_mean", "backbone.neck.1.running_var",
+    }  # fmt: skip
+    before = frozen_sketch(learner.model)
+    assert any("running_mean" in name for name in before)  # a site with other statistics is noticed
+    norm.running_mean += 1
+    assert frozen_sketch(learner.model) != before
+
+
+def test_training_on_tokens_is_training_through_the_frozen_network(cache: Path) -> None:
+    """The same rounds with the backbone in the graph, by hand: plain SGD on images, no kept tokens."""
+    made = experiment(**FROZEN, training__optimizer="sgd", training__lr=0.1, training__weight_decay=0.0)
+    result = run(made)
+    data = federation.build(made)
+    learner = Learner(task_of(data))  # no tokens here
+    method = learner.method
+    state = method.start()
+    for number in (1, 2):
+        merger = method.merger(state, number)
+        for index in learner.participants(data, number):
+            peer = learner.peers(data)[index]
+            merger.add(peer, learner.train(learner.client(data, peer, number), method.send(state, peer, number), {}))
+        state, _ = merger.result()
+    found = learner.named(method.deploy(state))
+    for name in result.weights:
+        torch.testing.assert_close(found[name], result.weights[name], atol=2e-4, rtol=1e-3)
+
+
+def test_views_are_augmented_once_and_drawn_for_each_sample(cache: Path) -> None:
+    learner, data = learner_with_data(model__views=3, training__augment="crop-flip")
+    tokens = data.train.tokens
+    assert tokens.shape[:2] == (3, len(data.train.store))
+    assert not np.array_equal(tokens[0], tokens[1]) and not np.array_equal(tokens[1], tokens[2])
+    client = learner.client(data, learner.peers(data)[0], 1)
+    batch = next(iter(client.batches()))
+    shown = batch.images.numpy()
+    rows = client.data.rows[batch.rows.numpy()]
+    drawn = [
+        {view for view in range(3) if np.array_equal(tokens[view, row], image)}
+        for row, image in zip(rows, shown, strict=True)
+    ]
+    assert all(drawn) and len(set.union(*drawn)) == 3
+    plain = next(client.scan()).images.numpy()
+    assert np.array_equal(plain, client.data.kept(slice(0, len(plain))))
+
+
+def test_the_cache_is_used_again_and_other_weights_do_not_find_it(cache: Path) -> None:
+    seen: list[str] = []
+    data = federation.build(experiment(**FROZEN))
+    learner = Learner(task_of(data))
+    learner.federation(data, lambda done, total, what: seen.append(what))
+    assert "computing features" in seen
+    seen.clear()
+    learner.federation(data, lambda done, total, what: seen.append(what))
+    assert not seen
+    other = Learner(task_of(federation.build(experiment(**FROZEN, seed=1))))
+    other.federation(data, lambda done, total, what: seen.append(what))
+    assert "computing features" in seen
+
+
+def test_a_kill_while_the_cache_is_built_leaves_nothing_wrong(cache: Path, tmp_path: Path) -> None:
+    made = experiment(**FROZEN | {"model__channels": (64, 96)}, data__limit=None)
+    file = tmp_path / "e.toml"
+    file.write_text(made.to_toml())
+    command = [sys.executable, "-m", "fedmll", "run", str(file), "--out", str(tmp_path / "killed")]
+    process = subprocess.Popen(command, env=os.environ | {"FEDMLL_CACHE": str(cache)}, start_new_session=True)
+    while process.poll() is None and not list(cache.glob(".*.tmp")):
+        time.sleep(0.01)
+    time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    expected = run(made.changed({"training.rounds": 1}))
+    subprocess.run([*command[:-1], str(tmp_path / "again")], check=True, env=os.environ | {"FEDMLL_CACHE": str(cache)})
+    assert resume(tmp_path / "again").rows[0]["loss"] == expected.rows[0]["loss"]
+
+
+def test_a_finished_run_predicts_from_images(cache: Path, tmp_path: Path) -> None:
+    made = experiment(**FROZEN, model__width=12)
+    data = federation.build(made)
+    run(made, tmp_path / "run", prepared=data)
+    saved = load_run(tmp_path / "run")
+    from_images = saved.predict(data.test.samples(slice(None)))
+    engine_data = saved.learner.federation(data)
+    from_tokens = saved.predict(engine_data.test)
+    np.testing.assert_allclose(from_images, from_tokens, atol=1e-5)
+
+
+def test_the_first_stages_alone(cache: Path) -> None:
+    result = run(experiment(model__freeze=1, model__channels=(6, 10)))
+    trained = {name.split(".")[2] for name in result.weights if name.startswith("backbone.blocks")}
+    assert trained == {"1"}
+    with pytest.raises(ConfigError, match="has 2 stages"):
+        run(experiment(model__freeze=3, model__channels=(6, 10)))
+
+
+def test_settings_that_would_do_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.views"):
+        experiment(model__views=3)
+    with pytest.raises(ConfigError, match=r"training\.augment"):
+        experiment(**FROZEN, model__views=3)
+    with pytest.raises(ConfigError, match=r"model\.views"):
+        experiment(**FROZEN, training__augment="flip")
+    with pytest.raises(ConfigError, match="less than or equal to 8"):
+        experiment(**FROZEN, model__views=9, training__augment="flip")
