@@ -16,6 +16,7 @@ from fedmll import registry
 from fedmll.errors import ConfigError, nearest
 from fedmll.settings import (
     AUTO,
+    RUN,
     Annotation,
     Data,
     Engine,
@@ -78,6 +79,7 @@ class Experiment(Section):
         self._check_names(features=source is not None and not source.images)
         self._check_clients(may_be_natural=source is not None and source.says_clients)
         self._check_views()
+        self._scale_pixels()
         _ = self.data.reading  # refuses what is no window, and columns named twice
         method.check(self)
         return self
@@ -91,7 +93,7 @@ class Experiment(Section):
         elif augmented != (views > 1):
             raise ConfigError(
                 f"With model.freeze = 'backbone' images are augmented before they are kept: training.augment = "
-                f"'{self.training.augment}' and model.views = {views} do not go together. Set both (model.views = 4 and "
+                f"'{self.training.augment}' and model.views = {views} do not go together. Set both (model.views = 4, "
                 "training.augment = 'crop-flip'), or none."
             )
 
@@ -126,6 +128,19 @@ class Experiment(Section):
             raise ConfigError(
                 f"participation.count = {count} is more than partition.clients = {clients}; lower it, or leave it "
                 "out for all clients."
+            )
+
+    def _scale_pixels(self) -> None:
+        """As the weights want it, unless the experiment says it."""
+        model = self.model
+        if model.weights is not None and model.pixel_mean is None and model.pixel_std is None:
+            kind = "run" if model.weights.startswith(RUN) else model.backbone
+            rules = registry.all_of("pixels")
+            mean, std = rules.get(kind, rules["imagenet"])(model.weights)
+            self.__dict__["model"] = model.model_copy(update={"pixel_mean": mean, "pixel_std": std})
+        elif len(model.pixel_mean or ()) != len(model.pixel_std or ()):
+            raise ConfigError(
+                "model.pixel_mean and model.pixel_std go together: as many numbers in one as in the other."
             )
 
     def __eq__(self, other: object) -> bool:
@@ -199,6 +214,8 @@ class Experiment(Section):
         values["data"]["name"] = self.data.label
         if values["sites"] is None:
             del values["sites"]
+        if values["model"]["pixel_mean"] is None:
+            del values["model"]["pixel_mean"], values["model"]["pixel_std"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

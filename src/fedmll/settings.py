@@ -18,6 +18,7 @@ Count = Annotated[int, Field(ge=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 AUTO = "auto"  # decided by a rule, when the experiment is made or when its data is known
 COMPOSITE = "ml-"  # of a source's name: composites of its images
+RUN = "run:"  # of weights: the folder of an earlier run
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,23 @@ class Model(Section):
     freeze: Literal["none", "backbone"] | Count = "none"  # all of the backbone, or its first n stages
     views: Annotated[int, Field(ge=1, le=8)] = 1  # of a frozen backbone: kept views of an image, all but one augmented
     width: Count | None = None  # of a trained neck between the backbone and the head; default: no neck
-    stem: Literal["auto", "cifar", "imagenet"] = "auto"  # of resnet18
-    weights: Path | None = None  # initial weights: .safetensors or .pth (resnet18), a folder or hub name (vit)
+    stem: Literal["auto", "cifar", "imagenet"] = "auto"  # of resnet18 and resnet50
+    # initial weights: a file (of a vit: a folder or hub name), a name of `fedmll weights list`, or run:FOLDER
+    weights: Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] | None = (
+        None
+    )
+    # of pixels in [0, 1], one number a channel or one for all; default: what the weights were trained with, else 0.5
+    pixel_mean: Annotated[tuple[float, ...], Field(min_length=1)] | None = None
+    pixel_std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _anchor(self) -> Model:
-        if self.weights is not None and self.weights.expanduser().exists():
-            self.__dict__["weights"] = self.weights.expanduser().absolute()
+        """Paths become absolute, so that a run can go on from another folder."""
+        if self.weights is not None:
+            kind = RUN if self.weights.startswith(RUN) else ""
+            path = Path(self.weights.removeprefix(kind)).expanduser()
+            if path.exists():  # else it is a name
+                self.__dict__["weights"] = f"{kind}{path.absolute()}"
         return self
 
 

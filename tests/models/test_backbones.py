@@ -8,15 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedmll.errors import ConfigError
-from fedmll.experiment import Model
-from fedmll.models.backbones import (
-    BasicBlock,
-    ConvNet,
-    ResNet18,
-    build_backbone,
-    normalisation,
-    pixel_scale,
-)
+from fedmll.experiment import Experiment, Model
+from fedmll.models.backbones import build_backbone, pixel_scale
+from fedmll.models.backbones.base import normalisation
+from fedmll.models.backbones.convnet import ConvNet
+from fedmll.models.backbones.resnet import BasicBlock, ResNet18
 from fedmll.models.network import Classifier
 
 
@@ -57,7 +53,7 @@ def test_weights_file_of_torchvisions_layout_is_loaded(tmp_path: Path) -> None:
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "bad.safetensors")
-    with pytest.raises(ConfigError, match="does not fit resnet18"):
+    with pytest.raises(ConfigError, match="does not fit this ResNet18"):
         build_backbone(Model(backbone="resnet18", weights=tmp_path / "bad.safetensors"), (3, 32, 32), 0)
     with pytest.raises(ConfigError, match="no weights file"):
         build_backbone(Model(backbone="resnet18", weights=tmp_path / "none.pth"), (3, 32, 32), 0)
@@ -224,7 +220,7 @@ def test_model_settings_reach_the_network(tmp_path: Path) -> None:
     resnet = build_backbone(Model(backbone="resnet18", norm="group"), (1, 32, 32), 0)
     assert isinstance(resnet, ResNet18) and isinstance(resnet.bn1, nn.GroupNorm)
     assert Classifier(resnet, 12)(torch.zeros(2, 1, 32, 32)).shape == (2, 12)  # its width is what it gives
-    with pytest.raises(ConfigError, match="is for resnet18 and vit"):
+    with pytest.raises(ConfigError, match="no published weights of"):
         build_backbone(Model(backbone="convnet", weights=tmp_path / "w.pth"), (1, 16, 16), 0)
 
 
@@ -241,6 +237,8 @@ def test_colour_filters_stay_as_they_are_for_colour_images(tmp_path: Path) -> No
 def test_pixels_are_scaled_as_the_weights_want_it(tmp_path: Path) -> None:
     weights = tmp_path / "r.pth"
     assert pixel_scale(Model(backbone="resnet18"), 3) == ((0.5,), (0.5,))
-    assert pixel_scale(Model(backbone="resnet18", weights=weights), 1) == ((0.5,), (0.5,))
-    mean, std = pixel_scale(Model(backbone="resnet18", weights=weights), 3)
+    experiment = Experiment().changed({"model.backbone": "resnet18", "model.weights": weights})
+    mean, std = pixel_scale(experiment.model, 3)
     assert mean == (0.485, 0.456, 0.406) and std == (0.229, 0.224, 0.225)  # torchvision's ImageNet constants
+    (grey,), (spread,) = pixel_scale(experiment.model, 1)
+    assert (grey, spread) == pytest.approx((0.449, 0.226))

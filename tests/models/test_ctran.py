@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fedmll.models import ctran, heads
-from fedmll.models.backbones import ConvNet, Mlp
+from fedmll.models.backbones.convnet import ConvNet
+from fedmll.models.backbones.mlp import Mlp
 from fedmll.models.ctran import CTran, EncoderLayer, LabelEmbeddings
 from fedmll.models.flat import FlatWeights
 

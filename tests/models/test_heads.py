@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fedmll.errors import ConfigError
-from fedmll.models.backbones import ConvNet, Mlp
+from fedmll.models.backbones.convnet import ConvNet
+from fedmll.models.backbones.mlp import Mlp
 from fedmll.models.flat import FlatWeights
 from fedmll.models.heads import (
     Attention,

@@ -25,6 +25,7 @@ from fedmll.evaluation import metrics
 from fedmll.experiment import Experiment
 from fedmll.message import Message
 from fedmll.models.flat import frozen_sketch
+from fedmll.models.weights import locate
 
 ME = 0  # a site's memory store has one client
 
@@ -55,8 +56,13 @@ class SiteWorker:
         if not setup.run.isalnum():
             raise ConfigError(f"The server calls its run '{setup.run}', which is no name for a folder.")
         weights = experiment.model.weights
-        if weights is not None and not weights.exists():
-            raise ConfigError(f"The experiment starts from the weights '{weights}', which this site does not have.")
+        if weights is not None:
+            try:
+                locate(weights)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"This site does not have the weights that the experiment starts from. {error}"
+                ) from None
         self.site, device = where, choose_device(where.device)
         torch.set_num_threads(1)  # as the local engine's workers: sums over several threads have other last bits
         share = float(experiment.partition.holdout)

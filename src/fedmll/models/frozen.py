@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedmll.data.images.augment import augment
 from fedmll.data.images.cache import Progress, cached, content_key, silent, store_key
 from fedmll.errors import ConfigError
-from fedmll.models.backbones import Backbone, normalisation
+from fedmll.models.backbones.base import Backbone, normalisation
 from fedmll.seeding import derive, torch_generator
 from fedmll.settings import Model
 
@@ -33,15 +33,15 @@ Tokens = NDArray[np.float16]  # (views, images, width, rows, columns); view 0 is
 def fit_out(backbone: Backbone, model: Model, seed: int) -> Backbone:
     """`model.freeze` and `model.width`: what is frozen stays as it is and in evaluation mode; the neck is trained."""
     if model.freeze != "none":
-        stages = list(backbone.children()) if model.freeze == WHOLE else backbone.stages()[: int(model.freeze)]
+        stages = backbone.stages()
         if model.freeze != WHOLE and len(stages) < int(model.freeze):
             raise ConfigError(
                 f"model.freeze = {model.freeze}, but {model.backbone} has {len(stages)} stages; use fewer, or "
                 "model.freeze = 'backbone' for all."
             )
-        for stage in stages:
+        backbone.frozen = tuple(stages if model.freeze == WHOLE else stages[: int(model.freeze)])
+        for stage in backbone.frozen:
             stage.requires_grad_(False)
-        backbone.frozen = tuple(stages)
     if model.width is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(seed, "neck"))

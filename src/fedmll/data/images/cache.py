@@ -69,7 +69,7 @@ def cached(
     images = _mapped(path, kind)
     if images is not None:
         return images
-    with _alone(path, lambda: progress(0, 1, f"{what}: waiting for another process that does the same")):
+    with alone(path, lambda: progress(0, 1, f"{what}: waiting for another process that does the same")):
         images = _mapped(path, kind)  # the process that we waited for has made it
         if images is None:
             _build(path, *prepare(), kind)
@@ -84,7 +84,7 @@ def remembered(key: str, make: Callable[[], dict[Any, Any]]) -> dict[str, Any]:
     path = cache_folder() / f"{key}.json"
     facts = _read_facts(path)
     if facts is None:
-        with _alone(path, lambda: None):
+        with alone(path, lambda: None):
             facts = _read_facts(path)  # the process that we waited for has found them
             if facts is None:
                 facts = remember(key, make())
@@ -145,7 +145,7 @@ def _build(path: Path, shape: tuple[int, ...], fill: Fill, kind: Any) -> None:
 
 
 @contextmanager
-def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Only one process at a time prepares `path`. The system frees the lock of a process that is killed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,6 +164,5 @@ def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 def _unusable(folder: Path, error: OSError) -> DataError:
     return DataError(
-        f"The image cache '{folder}' cannot be used ({error.strerror}). Set FEDMLL_CACHE to a folder that you can "
-        "write to."
+        f"The cache '{folder}' cannot be used ({error.strerror}). Set FEDMLL_CACHE to a folder that you can write to."
     )

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedmll.errors import ConfigError
-from fedmll.models.backbones import Backbone
+from fedmll.models.backbones.base import Backbone
+from fedmll.models.weights import Pixels
 from fedmll.registry import register
 from fedmll.settings import Model
 
@@ -32,6 +33,12 @@ class VisionTransformer(Backbone):
         config: Any = network.config
         self.width = config.hidden_size
         self.patch = config.patch_size
+
+    def stages(self) -> list[nn.Module]:
+        """The embeddings; then every layer, the last one with the norm after it."""
+        network: Any = self.network
+        *layers, last = network.layers if hasattr(network, "layers") else network.encoder.layer
+        return [network.embeddings, *layers, nn.ModuleList([last, network.layernorm])]
 
     def forward(self, images: Tensor) -> Tensor:
         rows, columns = images.shape[2] // self.patch, images.shape[3] // self.patch
@@ -68,46 +75,55 @@ def small_vit(sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> Visio
     return VisionTransformer(library.ViTModel(config, add_pooling_layer=False))
 
 
-def pretrained_vit(weights: Path, sample_shape: tuple[int, ...]) -> VisionTransformer:
+def pretrained_vit(weights: str, sample_shape: tuple[int, ...]) -> VisionTransformer:
     """From a folder or the hub, fitted once to the images' size (positions interpolated) and channels (a grey image
     gets the sum of the colour filters)."""
-    library = _library()
+    library, local = _library(), Path(weights).exists()
     try:
-        config = library.ViTConfig.from_pretrained(str(weights), local_files_only=weights.exists())
+        config = library.ViTConfig.from_pretrained(weights, local_files_only=local)
         if config.model_type != "vit":
             raise ValueError(f"it is a '{config.model_type}', not a 'vit'")
         network, report = library.ViTModel.from_pretrained(
-            str(weights),
+            weights,
             config=config,
             add_pooling_layer=False,
-            local_files_only=weights.exists(),
+            local_files_only=local,
             dtype=torch.float32,
             output_loading_info=True,
         )
         if report["missing_keys"]:
             raise ValueError(f"it lacks {', '.join(sorted(report['missing_keys'])[:3])}")
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"model.weights = {weights} is no vision transformer that can be loaded "
-            f"({' '.join(str(error).split())[:300]}). Give a folder with config.json and model.safetensors, or a name "
-            "on the hub if this machine can reach it."
-        ) from None
+        raise _refusal(weights, error) from None
     _fit(network, sample_shape)
     return VisionTransformer(network)
 
 
-def vit_pixel_scale(weights: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+@register("pixels", "vit")
+def vit_pixels(weights: str) -> Pixels:
     """Mean and std that a pretrained transformer's pixels were normalised with: its preprocessor_config.json says so;
     without one 0.5 and 0.5, as ViT-B/16's."""
     name = "preprocessor_config.json"
-    if weights.exists():
-        file = weights / name
-    else:
-        from transformers.utils import cached_file
+    folder = Path(weights)
+    try:
+        if folder.exists():
+            file = folder / name
+        else:
+            from transformers.utils import cached_file
 
-        file = Path(cached_file(str(weights), name, _raise_exceptions_for_missing_entries=False) or name)
-    found = json.loads(file.read_text()) if file.is_file() else {}
+            file = Path(cached_file(weights, name, _raise_exceptions_for_missing_entries=False) or name)
+        found = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise _refusal(weights, error) from None
     return tuple(found.get("image_mean", (0.5,))), tuple(found.get("image_std", (0.5,)))
+
+
+def _refusal(weights: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model.weights = {weights} is no vision transformer that can be loaded "
+        f"({' '.join(str(error).split())[:300]}). Give a folder with config.json and model.safetensors, or a name on "
+        "the hub if this machine can reach it."
+    )
 
 
 def _library() -> Any:

@@ -1,0 +1,35 @@
+"""For feature vectors."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedmll.models.backbones.base import Backbone, refuse_files
+from fedmll.registry import register
+from fedmll.settings import Model
+
+
+class Mlp(Backbone):
+    """A hidden layer for each number in `channels`."""
+
+    def __init__(self, features: int, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for width in widths:
+            layers += [nn.Linear(features, width), nn.ReLU(inplace=True)]
+            features = width
+        self.layers = nn.Sequential(*layers)
+        self.width = features
+
+    def stages(self) -> list[nn.Module]:
+        return [layer for layer in self.layers if isinstance(layer, nn.Linear)]
+
+    def forward(self, features: Tensor) -> Tensor:
+        tokens: Tensor = self.layers(features)
+        return tokens[:, :, None, None]
+
+
+@register("backbone", "mlp")
+def mlp(model: Model, sample_shape: tuple[int, ...]) -> Mlp:
+    refuse_files(model)
+    return Mlp(sample_shape[0], model.channels)
