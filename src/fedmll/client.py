@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.augment import augment
-from fedmll.data.images.cache import Progress
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
-from fedmll.models.backbones import Backbone, pixel_scale
+from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat import FlatWeights
-from fedmll.models.frozen import WHOLE, kept_tokens
 from fedmll.models.network import Network
 from fedmll.seeding import derive, numpy_generator, torch_generator
 
@@ -72,28 +69,6 @@ class Task:
     def seen(self, data: Dataset, positions: np.ndarray | slice) -> Tensor:
         """Samples as a model takes them: kept tokens where there are any."""
         return self.inputs(self.tensor(data.samples(positions) if data.tokens is None else data.kept(positions)))
-
-
-def with_tokens(
-    task: Task, backbone: Backbone, parts: Mapping[str, Dataset | None], progress: Progress
-) -> dict[str, Any]:
-    """The datasets with what a frozen backbone makes of them, computed once a store; as they are for any other."""
-    model, kept = task.experiment.model, dict[int, NDArray[np.float16]]()
-
-    def attached(data: Dataset | None) -> Dataset | None:
-        if data is None or not data.is_images or not len(data.store):
-            return data
-        if id(data.store) not in kept:
-            recipe, scale = task.experiment.training.augment, pixel_scale(model, task.sample_shape[0])
-            kept[id(data.store)] = kept_tokens(
-                backbone, data.store, recipe, model.views, task.seed, task.normalise, scale, progress
-            )
-        return replace(data, tokens=kept[id(data.store)])
-
-    if model.freeze != WHOLE:
-        return dict(parts)
-    found = {id(data): attached(data) for data in parts.values()}
-    return {name: found[id(data)] for name, data in parts.items()}  # what was one stays one
 
 
 def task_of(data: Federation, device: torch.device | None = None) -> Task:

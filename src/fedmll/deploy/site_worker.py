@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from fedmll import files
-from fedmll.client import Client, Task, with_tokens
+from fedmll.client import Client, Task
 from fedmll.data.digest import digest_of
 from fedmll.data.images.cache import silent
 from fedmll.deploy import site
 from fedmll.deploy.site import Site
-from fedmll.engines.learner import Learner
+from fedmll.engines.learner import Learner, with_tokens
 from fedmll.engines.local import choose_device
 from fedmll.engines.memory import MemoryStore
 from fedmll.errors import ClientError, ConfigError

@@ -4,20 +4,25 @@ sites of a real federation and whoever loads a finished run use this and nothing
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Task, Work, under, with_tokens
+from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Task, Work, under
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
 from fedmll.errors import ClientError
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
+from fedmll.models.backbones import Backbone, pixel_scale
 from fedmll.models.flat import FlatWeights
+from fedmll.models.frozen import WHOLE, kept_tokens
 
 OPTIMIZER = "optimizer"  # its state in a client's memory
 
@@ -168,3 +173,25 @@ class Learner:
             number, _, key = name.partition(".")
             made.state[parameters[int(number)]][key] = value
         return made
+
+
+def with_tokens(
+    task: Task, backbone: Backbone, parts: Mapping[str, Dataset | None], progress: Progress
+) -> dict[str, Any]:
+    """The datasets with what a frozen backbone makes of them, computed once a store; as they are for any other."""
+    model, kept = task.experiment.model, dict[int, NDArray[np.float16]]()
+
+    def attached(data: Dataset | None) -> Dataset | None:
+        if data is None or not data.is_images or not len(data.store):
+            return data
+        if id(data.store) not in kept:
+            recipe, scale = task.experiment.training.augment, pixel_scale(model, task.sample_shape[0])
+            kept[id(data.store)] = kept_tokens(
+                backbone, data.store, recipe, model.views, task.seed, task.normalise, scale, progress
+            )
+        return replace(data, tokens=kept[id(data.store)])
+
+    if model.freeze != WHOLE:
+        return dict(parts)
+    found = {id(data): attached(data) for data in parts.values()}
+    return {name: found[id(data)] for name, data in parts.items()}  # what was one stays one

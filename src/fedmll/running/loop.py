@@ -144,8 +144,7 @@ class _Run:
     def __init__(self, data: Federation, engine: Engine, out: Path, observer: Observer, log: logging.Logger) -> None:
         self.federation, self.engine, self.out, self.observer, self.log = data, engine, out, observer, log
         self.experiment, self.notes = data.experiment, (*data.notes, *data.experiment.notes)
-        self.checkpoints = out / "checkpoint"
-        self.rows: list[Row] = []
+        self.checkpoints, self.rows = out / "checkpoint", list[Row]()
         self.best: dict[str, float] = {}
         self.best_tensors: Tensors = {}
         self.evaluations: dict[int, Evaluation] = {}  # of the latest and the best round
