@@ -110,7 +110,7 @@ print("torch" in sys.modules, "sklearn" in sys.modules, used.ru_utime + used.ru_
 """
 
 
-@pytest.mark.parametrize("words", [["methods"], ["data", "list"], ["--version"], ["run", "-h"]])
+@pytest.mark.parametrize("words", [["methods"], ["data", "list"], ["weights", "list"], ["--version"], ["run", "-h"]])
 def test_lists_and_help_are_there_at_once(words: list[str]) -> None:
     said = subprocess.run(
         [sys.executable, "-c", LOOK.format(words=words)],
