@@ -46,7 +46,7 @@ def test_what_is_built_in_is_there(kind: str, names: set[str]) -> None:
         ({"model": {"backbone": "resnet19"}}, r"There is no backbone 'resnet19'; did you mean 'resnet18'\?$"),
         (
             {"model": {"backbone": "qqq"}},
-            "model.backbone: .* 'qqq'; known: convnet, mlp, resnet18, vit",
+            "model.backbone: .* 'qqq'; known: convnet, densenet121, mlp, mobilenet-v2, resnet18, resnet50, vit",
         ),
         ({"partition": {"kind": "dirichlett"}}, "partition.kind: .*did you mean 'dirichlet'"),
         ({"annotation": {"kind": "one-clas"}}, "annotation.kind: .*did you mean 'one-class'"),
@@ -110,7 +110,7 @@ print("torch" in sys.modules, "sklearn" in sys.modules, used.ru_utime + used.ru_
 """
 
 
-@pytest.mark.parametrize("words", [["methods"], ["data", "list"], ["--version"], ["run", "-h"]])
+@pytest.mark.parametrize("words", [["methods"], ["data", "list"], ["weights", "list"], ["--version"], ["run", "-h"]])
 def test_lists_and_help_are_there_at_once(words: list[str]) -> None:
     said = subprocess.run(
         [sys.executable, "-c", LOOK.format(words=words)],
