@@ -75,11 +75,15 @@ class Experiment(Section):
             self.training.keep = method.keep
         if method.rounds is not None:
             self.training.rounds = method.rounds
+        elif not self.training.rounds:
+            raise ConfigError(f"training.rounds = 0: '{method.name}' would learn nothing. Set 1 or more.")
         source = registry.all_of("source").get(self.data.source)  # None: the server of a federation may have no data
         self._check_names(features=source is not None and not source.images)
         self._check_clients(may_be_natural=source is not None and source.says_clients)
         self._check_views()
         self._scale_pixels()
+        if self.model.weights is not None and not self.model.weights.startswith("run:") and self.model.stem == AUTO:
+            self.model.stem = "imagenet"  # what published weights were trained with, however small the images are
         _ = self.data.reading  # refuses what is no window, and columns named twice
         method.check(self)
         return self

@@ -105,7 +105,7 @@ def test_predictions_come_batch_by_batch_in_evaluation_mode(monkeypatch: pytest.
     data = Dataset(np.arange(13, dtype=np.float32)[:, None], np.zeros((13, 1), np.int8), ("a",))
     learner: Any = Learner.__new__(Learner)
     learner.method, learner.model = Method(), torch.nn.Identity()
-    learner.task = SimpleNamespace(tensor=torch.from_numpy, inputs=lambda raw: raw + 1)
+    learner.task = SimpleNamespace(seen=lambda data, places: torch.from_numpy(data.samples(places)) + 1)
     found = learner.predict(data, 2, 12)
     assert found.flatten().tolist() == list(range(3, 13))
     assert sizes == [4, 4, 2]

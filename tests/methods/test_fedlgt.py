@@ -40,8 +40,8 @@ def one_step(experiment: Experiment, targets: np.ndarray, rows: list[int] | None
     learner = Learner(task_of(build(experiment)))
     work = work_of(learner, client_of(learner, targets))
     data, places = work.client.data, np.arange(len(targets)) if rows is None else np.array(rows)
-    raw, labels = torch.from_numpy(data.samples(places)), torch.from_numpy(data.labels[places])
-    return learner, Step(work, Batch(learner.task, torch.from_numpy(places), raw, labels, "none", torch.Generator()))
+    labels = torch.from_numpy(data.labels[places])
+    return learner, Step(work, Batch(learner.task, data, torch.from_numpy(places), labels, "none", torch.Generator()))
 
 
 def mask_labels(learner: Learner, step: Step, seed: int) -> torch.Tensor:
