@@ -29,8 +29,9 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
-    shown = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs]
-    return "".join(shown)
+    data = [output.get("data", {}) for output in outputs]
+    shown = [output.get("text") or d.get("text/plain", "") for output, d in zip(outputs, data, strict=True)]
+    return "".join(shown) + "".join(d.get("text/html", "") for d in data)
 
 
 def test_a_researchers_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +43,7 @@ def test_a_researchers_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_method_authors_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = executed("method_author", tmp_path, monkeypatch)
     assert "was refused: my-liar/counts has more positives than targets" in said
+    assert "<progress value='" in said  # a run shows how far it is
 
 
 @pytest.mark.slow

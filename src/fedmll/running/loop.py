@@ -45,6 +45,7 @@ from fedmll.running.folder import (
     to_json,
     write_csv,
 )
+from fedmll.running.notebook import default_observer
 from fedmll.running.observers import Observer, Result
 
 SELECTION = "val_macro_auc"  # what "best on validation data" means, for early stopping and for tuning
@@ -60,7 +61,7 @@ def run(
 ) -> Result:
     """Run an experiment from round 1. With `out` it leaves a folder that `resume` can go on with; a start that fails
     (data that cannot be read, a model that cannot be built) leaves none."""
-    observer = observer or Observer()
+    observer = observer or default_observer()
     if out is None:
         with tempfile.TemporaryDirectory() as folder:
             return replace(run(experiment, Path(folder) / "run", observer=observer, prepared=prepared), folder=None)
@@ -85,7 +86,7 @@ def resume(
     data          where the data lies now: {"root": …} or {"name": …}; it must be the same data
     make_engine   who trains
     """
-    out, observer = Path(out), observer or Observer()
+    out, observer = Path(out), observer or default_observer()
     before = experiment_in(out)
     moved = {f"data.{key}": value for key, value in (data or {}).items()}
     longer = {} if rounds is None else {"training.rounds": rounds}
@@ -168,8 +169,7 @@ class _Run:
         for text in warnings:
             self.log.warning(text)
             self.observer.warning(text)
-        state = self.engine.start()
-        last = 0
+        state, last = self.engine.start(), 0
         if found is not None:
             last, self.best = found.round, found.best
             self.best_tensors = {k.removeprefix(BEST): t for k, t in found.state.items() if k.startswith(BEST)}
