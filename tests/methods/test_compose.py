@@ -18,6 +18,7 @@ from fedmll import Method, resume, run
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.methods.fedharmony import FedHarmony
+from fedmll.methods.fedlgt import ClientAwareMask
 from fedmll.methods.fedmlp import FedMLP
 from fedmll.methods.fednca_ml import FedNcaMl
 from fedmll.testing import experiment
@@ -161,6 +162,14 @@ def test_inheriting_from_two_methods_drops_nothing_silently() -> None:
         "etf-ladm", ["tags", "prior-adjusted", "consistency", "rejection", "contrast", "mean"],
     )  # fmt: skip
     assert run(named("test-fused", first_stage=1)).summary["method"] == "test-fused"
+
+
+def test_options_of_one_name_do_not_hide_each_other() -> None:
+    with pytest.raises(ConfigError, match="both 'rejection' and 'client-aware-mask' have an option 'tau'"):
+
+        class Rivals(FedNcaMl):
+            name = "test-rivals"
+            parts = (*FedNcaMl.parts, ClientAwareMask)
 
 
 def test_what_was_left_open_is_decided_and_written_down(tmp_path: Path) -> None:

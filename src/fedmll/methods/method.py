@@ -59,11 +59,25 @@ class Method:
         super().__init_subclass__()
         if not cls.__dict__.get("name"):
             return
+        cls._refuse_rivals()
         fields: dict[str, Any] = {entry.option: entry.field for entry in cls.choices()}
         bases = dict.fromkeys((cls.Options, cls.head.Options, *(part.Options for part in cls.every_part())))
         bases.pop(PartOptions, None)
         cls.Options = create_model("Options", __base__=tuple(bases) or PartOptions, **fields)
         registry.register("method", cls.name)(cls)
+
+    @classmethod
+    def _refuse_rivals(cls) -> None:
+        """Parts may share an option that is the same; two of one name that are not would hide each other."""
+        seen: dict[str, tuple[type[Piece], str]] = {}
+        for piece in (cls.head, *cls.every_part()):
+            for name, field in piece.Options.model_fields.items():
+                other, meaning = seen.setdefault(name, (piece, repr(field)))
+                if meaning != repr(field):
+                    raise ConfigError(
+                        f"In '{cls.name}' both '{other.name}' and '{piece.name}' have an option '{name}', and "
+                        "they are not the same. Put them together with `compose`, where each has a table of its own."
+                    )
 
     # ---- what an experiment asks of the class
 
