@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge as Pooled
 from sklearn.preprocessing import StandardScaler
 
-from fedmll import resume, run
+from fedmll import compare, resume, run
 from fedmll.client import task_of
 from fedmll.data import federation
 from fedmll.engines.learner import Learner
@@ -132,6 +132,17 @@ def test_a_run_equals_scikit_learn_on_all_features(tmp_path: Path) -> None:
     again = resume(tmp_path / "run")
     assert torch.equal(again.weights["head.weight"], result.weights["head.weight"])
     assert len(again.rows) == 1
+
+
+def test_it_is_a_row_of_a_comparison(tmp_path: Path) -> None:
+    base = experiment(model__freeze="backbone", model__channels=(6, 10)).changed(
+        {"method": {"name": "compose", "parts": ["known", "proximal"]}}
+    )
+    rows = ["fed-ridge", "fedavg:start=ridge", "compose:proximal.mu=0.5"]
+    found = compare(base, rows, [0, 1], tmp_path / "table")
+    assert [row.label for row in found.rows] == rows
+    assert "fed-ridge" in (tmp_path / "table" / "table.md").read_text()
+    assert all(np.isfinite(list(row.values("s/round").values())).all() for row in found.rows)
 
 
 def test_replies_that_lie_are_refused() -> None:

@@ -121,11 +121,12 @@ class Comparison:
 
 
 def measure(summary: Mapping[str, Any], name: str) -> float:
-    """A metric of a run, or its cost a round."""
+    """A metric of a run, or its cost a round; of one that has an opening exchange alone, of that."""
+    exchanges = max(1, summary["rounds"])
     if name == "s/round":
-        return float(summary["seconds"] / summary["rounds"])
+        return float(summary["seconds"] / exchanges)
     if name == "MB/round":
-        return float((summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"] / 1e6)
+        return float((summary["bytes_up"] + summary["bytes_down"]) / exchanges / 1e6)
     value = summary["metrics"].get(name)
     return math.nan if value is None else float(value)
 

@@ -84,14 +84,17 @@ def compare(
 
 
 def parse_variant(text: str) -> Variant:
-    """`fedprox`, or with options `fedprox:mu=0.1+weights=equal`; a dot names a section: `fedavg:training.lr=0.1`."""
+    """`fedprox`, or with options: of the method `fedprox:mu=0.1+weights=equal`, of a part `compose:proximal.mu=0.1`, of
+    a section `fedavg:training.lr=0.1`."""
     name, _, options = text.partition(":")
     overrides: dict[str, Any] = {"method.name": name}
     for option in filter(None, options.split("+")):
         key, equals, value = option.partition("=")
         if not equals:
             raise ConfigError(f"'{text}' is not a method: after the colon come options like key=value, joined by +.")
-        overrides = _extended(text, overrides, {key if "." in key else f"method.{key}": parse_value(value)})
+        section, dot, _ = key.partition(".")
+        path = key if dot and section in Experiment.model_fields else f"method.{key}"
+        overrides = _extended(text, overrides, {path: parse_value(value)})
     return Variant(text, overrides)
 
 
