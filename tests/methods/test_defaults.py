@@ -74,6 +74,7 @@ DEFAULTS: dict[str, Rows] = {
         "tau": (0.5, "FedLGT, Implementation Details"),
         "eps": (0.02, "FedLGT, Implementation Details; Table A1"),
         "encoder": ("wordllama", "ours: installs with its weights; the paper's is CLIP's"),
+        "states": ("learned", "ours: for files of vectors without the words; the paper encodes them"),
         "prompt": ("The photo contains {class}.", "FedLGT, Implementation Details; full stop: released code"),
         "fine_names": (None, "FedLGT, Table A3: for FLAIR's coarse classes only"),
         "fine": ("concat", "FedLGT, Table A3: the better one"),

@@ -101,7 +101,10 @@ class TextQuery(CTranHead):
 
     class Options(CTranHead.Options):
         ule: bool = option(True, "universal label embeddings; off: learned ones")
-        encoder: str = option("wordllama", "the text encoder (docs: label queries)")
+        encoder: str = option("wordllama", "the text encoder, or file:NAME.npz (docs: label queries)")
+        states: str = option(
+            "learned", "of encoder = file:…, where it has no positive and negative: learned, or an encoder"
+        )
         prompt: str = option("The photo contains {class}.", "what is embedded of a class")
         fine_names: str | None = option(None, "a file of finer names of abstract classes (Table A3)")
         fine: Literal["concat", "average"] = option("concat", "how finer names make one embedding (Table A3)")
@@ -121,5 +124,12 @@ class TextQuery(CTranHead):
             return None
         fine = {} if option.fine_names is None else text.read_fine_names(option.fine_names)
         return text.label_embeddings(
-            option.encoder, self.task.classes, option.prompt, width, self.task.seed, fine, option.fine == "average"
+            option.encoder,
+            self.task.classes,
+            option.prompt,
+            width,
+            self.task.seed,
+            fine,
+            option.fine == "average",
+            option.states,
         )

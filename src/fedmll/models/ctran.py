@@ -19,10 +19,11 @@ from fedmll.models.network import Network
 
 @dataclass(frozen=True)
 class LabelEmbeddings:
-    """Frozen embeddings of the labels (classes, width) and of the states negative and positive (2, width)."""
+    """Frozen embeddings of the labels (classes, width) and of the states negative and positive (2, width); what is None
+    is learned."""
 
-    labels: Tensor
-    states: Tensor
+    labels: Tensor | None
+    states: Tensor | None
 
 
 class EncoderLayer(nn.Module):
@@ -67,12 +68,12 @@ class CTran(Network):
         self.layers = nn.ModuleList(EncoderLayer(width, heads, width, dropout) for _ in range(layers))
         self.weight = nn.Parameter(_uniform(width, classes, width))
         self.bias = nn.Parameter(_uniform(width, classes))
-        if embeddings is None:
-            self.labels = nn.Parameter(_uniform(width, classes, width))
-            self.states = nn.Parameter(_uniform(width, 2, width))
-        else:
-            self.register_buffer("labels", embeddings.labels, persistent=False)
-            self.register_buffer("states", embeddings.states, persistent=False)
+        frozen = embeddings or LabelEmbeddings(None, None)
+        for name, given, count in (("labels", frozen.labels, classes), ("states", frozen.states, 2)):
+            if given is None:
+                self.register_parameter(name, nn.Parameter(_uniform(width, count, width)))
+            else:
+                self.register_buffer(name, given, persistent=False)
 
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         """The labels' tokens (batch, classes, width) as they come out. `states` None: all unknown."""

@@ -20,18 +20,22 @@ from fedmll.models.ctran import LabelEmbeddings
 from fedmll.models.encoders import Vectors, find_encoder
 from fedmll.models.heads import orthonormal
 
-LEARNED = "learned"
+LEARNED, FILE = "learned", "file:"
 FINE_NAMES = 20  # of an abstract class, in one sentence: more would not fit into CLIP's 77 tokens
 STATES = ("negative", "positive")  # in the order of the targets 0 and 1
 
 
 def label_embeddings(
     encoder: str, classes: Sequence[str], prompt: str, width: int, seed: int, fine: Mapping[str, Sequence[str]],
-    average: bool = False,
+    average: bool = False, states: str = LEARNED,
 ) -> LabelEmbeddings:  # fmt: skip
-    """Of "The photo contains {class}." for every class, and of the words for its states; unit vectors, brought to
+    """`file:NAME.npz` has a vector a class; its states are in it, come from the encoder `states`, or are learned.
+
+    Else of "The photo contains {class}." for every class, and of the words for its states; unit vectors, brought to
     `width` by a fixed projection. An abstract class is described by its `fine` names (most frequent first): the first
     20 in one sentence, or with `average` the mean of a sentence each."""
+    if encoder.startswith(FILE):
+        return _from_file(Path(encoder.removeprefix(FILE)).expanduser(), classes, states, width, seed)
     described = [(prompt, _names(fine.get(name, [name]), average)) for name in classes]
     described += [("{class}", [state]) for state in STATES]
     names = [name for _, parts in described for name in parts]
@@ -46,6 +50,33 @@ def label_embeddings(
     _refuse_twins(classes, both[: len(classes)], encoder)
     projected = torch.from_numpy(project(both, width, seed))
     return LabelEmbeddings(labels=projected[: len(classes)], states=projected[len(classes) :])
+
+
+def _from_file(path: Path, classes: Sequence[str], states: str, width: int, seed: int) -> LabelEmbeddings:
+    """Pairs of arrays X (vectors) and X_names in an npz file; the first pair that has every class is taken."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"method.encoder: '{path}' cannot be read ({error}); it must be an .npz file.") from None
+    missing: list[str] = list(classes)
+    for key in [name for name in arrays if f"{name}_names" in arrays]:
+        place = {str(name).strip().lower(): row for row, name in enumerate(arrays[f"{key}_names"])}
+        missing = min(missing, [name for name in classes if name.strip().lower() not in place], key=len)
+        if not missing:
+            vectors = _unit(arrays[key].astype(np.float64))
+            labels = project(vectors[[place[name.strip().lower()] for name in classes]], width, seed)
+            told: Vectors | None = None
+            if all(state in place for state in STATES):
+                told = project(vectors[[place[state] for state in STATES]], width, seed)
+            elif states != LEARNED:
+                told = project(encode(states, STATES), width, seed)
+            return LabelEmbeddings(torch.from_numpy(labels), None if told is None else torch.from_numpy(told))
+    few = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
+    raise ConfigError(
+        f"method.encoder: '{path}' has no vectors for {few}. It needs an array of vectors, say `labels`, and "
+        "`labels_names` with a name for each, the classes of the data among them."
+    )
 
 
 def _names(fine: Sequence[str], average: bool) -> Sequence[str]:
