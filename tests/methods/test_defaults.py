@@ -48,6 +48,7 @@ DEFAULTS: dict[str, Rows] = {
     "fedavg": BY_SIZE,
     "fedavg-pl": BY_SIZE,
     "fed-ridge": BY_SIZE | RIDGE,
+    "local-only": {},
     "fedprox": BY_SIZE | PROXIMAL,
     "fednca-ml": {
         "weights": ("equal", "FedNCA-ML, Alg. 1: 1/K"),

@@ -217,6 +217,9 @@ def _check(experiment: Experiment) -> None:
             f"'{method.name}' trains on all data in one place; a federation between machines exists to avoid that. "
             "Choose another method (`fedmll methods`)."
         )
+    options = experiment.method.options
+    if any(part.alone for part in method.recipe(method.options_class(options)(**options)).parts):
+        raise ConfigError(f"'{method.name}' exchanges nothing, so there is nothing for a server to do.")
     if experiment.model.backbone == "mlp":
         raise ConfigError("A federation between machines is for images; feature vectors are for `fedmll run`.")
 

@@ -13,7 +13,7 @@ import torch._dynamo  # the first optimiser step imports it, two seconds; here o
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedmll.client import EVALUATION_BATCH, Reply, task_of
+from fedmll.client import EVALUATION_BATCH, Reply, task_of, under
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
@@ -21,7 +21,7 @@ from fedmll.engines.learner import Learner
 from fedmll.engines.memory import MemoryStore
 from fedmll.engines.pool import Job, Pool
 from fedmll.errors import ConfigError, ReplyRefused
-from fedmll.evaluation.pooled import Evaluation, evaluate_pooled
+from fedmll.evaluation.pooled import Evaluation, evaluate_alone, evaluate_pooled
 from fedmll.message import Message, Tensors
 
 CHUNK = 4 * EVALUATION_BATCH  # samples of one prediction job
@@ -88,8 +88,21 @@ class LocalEngine:
         return [np.concatenate(parts[name]) if parts[name] else empty for name in names]
 
     def evaluate(self, message: Message) -> Evaluation:
+        if self.method.mean.alone:
+            names, memory = list(self.datasets), self.memory
+            found = {
+                client: dict(
+                    zip(names, self.predict(Message(self._own(memory.path(client, round))), *names), strict=True)
+                )
+                for client, round in sorted(memory.latest.items())
+            }
+            return evaluate_alone(self.federation, found)
         scores = self.predict(message, *self.datasets)
         return evaluate_pooled(self.federation, dict(zip(self.datasets, scores, strict=True)))
+
+    def _own(self, path: Path) -> Tensors:
+        """The weights that a client keeps to itself."""
+        return under(self.method.mean.name, self.memory.read(path))
 
     def audit(self) -> dict[str, float | Tensor]:
         """What the method says of its clients' memories beside the truth, which only a simulation has."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +40,30 @@ class Evaluation:
     values: dict[str, float]
     report: metrics.Report  # of the test data
     clients: metrics.ClientReport | None = None  # of the clients' own held-out data
+
+
+def evaluate_alone(data: Federation, scores: Mapping[int, Mapping[str, NDArray[np.float32]]]) -> Evaluation:
+    """Of a model a client (`scores` by client, then as above): on the test and validation data means over the clients,
+    by class too; and every client's own metrics on what it holds out itself."""
+    nobody = replace(data, held_out=data.held_out.subset(np.arange(0)))  # not by another client's model
+    single = [evaluate_pooled(nobody, own) for own in scores.values()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a mean of nothing is NaN
+        values = {name: float(np.nanmean([e.values[name] for e in single])) for name in single[0].values}
+        per_class = {
+            name: np.nanmean([e.report.per_class[name] for e in single], axis=0) for name in single[0].report.per_class
+        }
+    report, clients = metrics.Report(values, per_class, single[0].report.left_out), None
+    name = "held-out" if "held-out" in next(iter(scores.values())) else "validation"
+    mine = np.isin(data.held_out_owner, list(scores))
+    if mine.any() and len(data.held_out):
+        own = np.stack(
+            [scores[client][name][row] for row, client in enumerate(data.held_out_owner) if client in scores]
+        )
+        held_out = data.held_out.subset(np.flatnonzero(mine))
+        clients = metrics.per_client(own, held_out.labels, data.held_out_owner[mine], held_out.classes)
+        values |= clients.values
+    return Evaluation(values, report, clients)
 
 
 def evaluate_pooled(data: Federation, scores: Mapping[str, NDArray[np.float32]]) -> Evaluation:

@@ -118,6 +118,8 @@ class Part(Piece):
     exchanges: ClassVar[frozenset[str]] = frozenset()  # "opening", "closing": asked for beside the rounds (`survey`)
     sends: ClassVar[tuple[str, ...]] = ()  # what of its state every client receives …
     returns: ClassVar[tuple[str, ...]] = ()  # … and what of that comes back, in the same shape
+    private: ClassVar[bool] = False  # of an average: clients know their own classes only
+    alone: ClassVar[bool] = False  # of an average: there is no common model, each client has its own
     server_only: ClassVar[bool] = False  # its options never leave the server, and clients do without it
 
     def __init__(self, task: Task, options: Any, beside: Mapping[str, type[Part]]) -> None:

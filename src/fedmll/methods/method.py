@@ -209,7 +209,8 @@ class Method:
 
     def receive(self, weights: FlatWeights, message: Message) -> None:
         """Put what the server sent into the model."""
-        weights.load(message.tensors)
+        if "weights" in message.tensors:
+            weights.load(message.tensors)
         self.received = message.tensors
 
     def predict(self, model: Network, images: Tensor, known: Tensor | None = None) -> Tensor:

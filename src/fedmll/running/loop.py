@@ -197,7 +197,7 @@ class _Run:
         row |= {name: float(value) for name, value in records.items() if not isinstance(value, Tensor)}
         setting = self.experiment.engine
         last = number == self.experiment.training.rounds
-        if last or number % setting.evaluate_every == 0:
+        if last or (number % setting.evaluate_every == 0 and not method.mean.alone):  # as many models as clients
             evaluation = engine.evaluate(method.deploy(state))
             row |= evaluation.values
             self._remember_best(row, state)
@@ -265,10 +265,10 @@ class _Run:
             state, _, _ = self._exchange(state | message.tensors, self.experiment.training.rounds + 1)
             message, self.evaluations = method.deploy(state), {}
         found = self.evaluations.get(kept) or engine.evaluate(message)  # not twice: between machines it is an exchange
-        report, clients = found.report, found.clients
         weights = engine.learner.named(message)
-        with files.replacing(self.out / MODEL) as temporary:
-            save_file({k: t.contiguous() for k, t in weights.items()}, temporary)
+        if not method.mean.alone:
+            with files.replacing(self.out / MODEL) as temporary:
+                save_file({k: t.contiguous() for k, t in weights.items()}, temporary)
         trained = len(data.pooled_rows) if method.pooled else int(data.sizes.sum())
         summary = {
             "method": self.experiment.method.name,
@@ -287,14 +287,14 @@ class _Run:
             "bytes_up": sum(row["bytes_up"] for row in self.rows),
             "bytes_down": sum(row["bytes_down"] for row in self.rows),
             "metrics": found.values,
-            "left_out": report.left_out,
+            "left_out": found.report.left_out,
         }
         files.write(self.out / SUMMARY, to_json(summary, indent=2) + "\n")
-        per_class = {"class": np.array(data.test.classes), **report.per_class}
+        per_class = {"class": np.array(data.test.classes), **found.report.per_class}
         write_csv(self.out / "per_class.csv", per_class)
         per_client: dict[str, NDArray[Any]] = {}
-        if clients is not None:
-            per_client = {**clients.table, "client": np.array(data.names)[clients.table["client"]]}
+        if found.clients is not None:
+            per_client = found.clients.table | {"client": np.array(data.names)[found.clients.table["client"]]}
             write_csv(self.out / "per_client.csv", per_client)
         self.log.info("finished: %s", self.out / SUMMARY)
         return Result(self.experiment, self.out, self.rows, summary, weights, per_class, per_client)

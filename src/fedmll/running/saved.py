@@ -65,6 +65,8 @@ def load_run(folder: Path | str) -> SavedRun:
     """The finished run in a folder."""
     folder = Path(folder)
     experiment = experiment_in(folder)
-    if not (folder / SUMMARY).is_file() or not (folder / MODEL).is_file():
+    if (folder / SUMMARY).is_file() and not (folder / MODEL).is_file():
+        raise ConfigError(f"The run in {folder} has no common model: '{experiment.method.name}' keeps one a client.")
+    if not (folder / SUMMARY).is_file():
         raise ConfigError(f"{folder} holds no finished run; go on with it by `fedmll resume {folder}`.")
     return SavedRun(folder, experiment, json.loads((folder / SUMMARY).read_text()))

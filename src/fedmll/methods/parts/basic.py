@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,7 +58,6 @@ class Mean(Part):
 
     name = "mean"
     jobs = frozenset({"average"})
-    private: ClassVar[bool] = False  # clients know their own classes only
 
     class Options(PartOptions):
         weights: Literal["size", "equal"] = option("size", "how much a client counts in the average: N_k, or 1")

@@ -154,7 +154,7 @@ class Tuning(Part):
             message.tensors["weights"] = state["tuned"]
 
     @property
-    def private(self) -> bool:
+    def by_label(self) -> bool:
         return "by-label" in self.beside
 
     @property
@@ -182,12 +182,12 @@ class Tuning(Part):
     def opinion(self, reply: Tensors, rows: Tensor) -> Tensor:
         """h_k(y|x) of the tuning images for y ∈ Y_k: what is kept of a reply."""
         head, count = HeadRows.of(self.weights), len(self.task.classes)
-        front, own, back = head.split(reply["weights"], len(rows) if self.private else count)
+        front, own, back = head.split(reply["weights"], len(rows) if self.by_label else count)
         anything = own.new_zeros(count, own.shape[1])  # the features do not need the head
         features = self.features(reply | {"weights": head.join(front, anything, back)})
         own = own.to(features.device)
         logits = F.linear(features, own[:, :-1], own[:, -1])
-        if self.private:
+        if self.by_label:
             return self._probabilities(logits)
         if self.options.scope == "restricted":
             return self._probabilities(logits[:, rows])

@@ -1,0 +1,66 @@
+"""Every client alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedmll import load_run, resume, run
+from fedmll.client import task_of
+from fedmll.data import federation
+from fedmll.engines.learner import Learner
+from fedmll.errors import ConfigError
+from fedmll.evaluation import metrics
+from fedmll.message import Message
+from fedmll.testing import experiment
+
+
+def test_means_are_over_the_clients_own_models(tmp_path: Path) -> None:
+    """Against every client trained by itself, round after round, with nothing but the learner."""
+    made = experiment(method__name="local-only", training__rounds=3)
+    data = federation.build(made)
+    result = run(made, tmp_path / "run", prepared=data)
+    learner = Learner(task_of(data))
+    scores, tests, own = learner.predict, [], []
+    for peer in learner.peers(data):
+        memory: dict[str, torch.Tensor] = {}
+        for number in (1, 2, 3):
+            reply = learner.train(learner.client(data, peer, number), Message(), memory)
+        assert not reply.tensors
+        learner.receive(Message({key.removeprefix("alone/"): tensor for key, tensor in memory.items()}))
+        tests.append(
+            metrics.evaluate(scores(data.test, 0, len(data.test)).numpy(), data.test.labels, data.test.classes)
+        )
+        held = data.held_out.subset(np.flatnonzero(data.held_out_owner == peer.index))
+        own.append(metrics.evaluate(scores(held, 0, len(held)).numpy(), held.labels, held.classes).values["macro_auc"])
+    assert result.metrics["map"] == pytest.approx(np.mean([found.values["map"] for found in tests]))
+    np.testing.assert_allclose(result.per_class["ap"], np.nanmean([found.per_class["ap"] for found in tests], axis=0))
+    np.testing.assert_allclose(result.per_client["auc"], own)
+    assert result.metrics["client_mean_auc"] == pytest.approx(np.nanmean(own))
+    assert sum(row["bytes_down"] for row in result.rows) == 0  # nothing is exchanged
+    assert "map" not in result.rows[0] and "map" in result.rows[-1]
+    with pytest.raises(ConfigError, match="no common model"):
+        load_run(tmp_path / "run")
+
+
+def test_workers_and_resumption_change_nothing(tmp_path: Path) -> None:
+    made = experiment(method__name="local-only", training__rounds=4, partition__clients=12, data__limit=240)
+    whole = run(made)
+    run(made.changed({"training.rounds": 2, "engine.workers": 2}), tmp_path / "run")
+    longer = resume(tmp_path / "run", rounds=4)
+    assert longer.metrics == whole.metrics
+
+
+def test_a_single_client_alone_is_the_federation_of_one() -> None:
+    one = {"partition__clients": 1, "training__rounds": 3}
+    assert run(experiment(method__name="local-only", **one)).metrics["map"] == pytest.approx(
+        run(experiment(method__name="fedavg-pl", **one)).metrics["map"]
+    )
+
+
+def test_a_fusion_alone() -> None:
+    made = experiment().changed({"method": {"name": "compose", "parts": ["absent"], "average": "alone"}})
+    assert np.isfinite(run(made).metrics["macro_auc"])
