@@ -10,6 +10,7 @@ import hashlib
 import multiprocessing
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -71,41 +72,60 @@ def kept_tokens(
     normalise   pixels in [0, 1] → what the backbone takes, as `scale` says
     """
     backbone.eval()
+    device = next(backbone.parameters()).device
     with torch.no_grad():
-        shape = backbone(normalise(torch.zeros(1, *store.shape[1:]))).shape[1:]
+        shape = backbone(normalise(torch.zeros(1, *store.shape[1:], device=device))).shape[1:]
     drawn = (recipe, seed) if views > 1 else ()
     key = content_key("tokens", store_key(store), _digest(backbone), scale, views, *drawn)
-    total = views * len(store)
+    fill = _Filling(backbone, store, recipe, views, seed, normalise, progress)
+    return cached(key, lambda: ((views, len(store), *shape), fill), progress, "features", np.float16)
 
-    def fill(tokens: Tokens) -> None:
-        done = multiprocessing.Value("q", 0)
-        cores = len(os.sched_getaffinity(0))
-        context = multiprocessing.get_context("fork")
-        work = [(view, start) for view in range(views) for start in range(0, len(store), AT_ONCE)]
 
-        def some(mine: int) -> None:
-            torch.set_num_threads(1)
-            with torch.inference_mode():
-                for view, start in work[mine::cores]:
-                    rows = slice(start, start + AT_ONCE)
-                    images = torch.from_numpy(np.ascontiguousarray(store[rows])).float().mul_(1 / 255)
-                    if view:
-                        images = augment(images, recipe, torch_generator(seed, "view", view, start))
-                    tokens[view, rows] = backbone(normalise(images)).half().numpy()
-                    with done.get_lock():
-                        done.value += len(images)
+@dataclass(frozen=True)
+class _Filling:
+    backbone: Backbone
+    store: NDArray[Any]
+    recipe: str
+    views: int
+    seed: int
+    normalise: Callable[[Tensor], Tensor]
+    progress: Progress
 
-        workers = [context.Process(target=some, args=(mine,), daemon=True) for mine in range(cores)]
+    def __call__(self, tokens: Tokens) -> None:
+        """By all cores; a device has cores of its own."""
+        done, total = multiprocessing.Value("q", 0), self.views * len(self.store)
+        if next(self.backbone.parameters()).device.type != "cpu":
+            self._some(tokens, 0, 1, done)
+            return
+        cores, context = len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
+        workers = [
+            context.Process(target=self._alone, args=(tokens, k, cores, done), daemon=True) for k in range(cores)
+        ]
         for worker in workers:
             worker.start()
-        while any(worker.is_alive() for worker in workers):
-            workers[0].join(0.2) if workers[0].is_alive() else workers[-1].join(0.2)
-            progress(done.value, total, "computing features")
+        for worker in workers:
+            while worker.is_alive():
+                worker.join(0.2)
+                self.progress(done.value, total, "computing features")
         if done.value != total:
             raise ConfigError("A process that computed features died; there may be too little memory. Start it again.")
-        progress(total, total, "computing features")
 
-    return cached(key, lambda: ((views, len(store), *shape), fill), progress, "features", np.float16)
+    def _alone(self, tokens: Tokens, mine: int, cores: int, done: Any) -> None:
+        torch.set_num_threads(1)
+        self._some(tokens, mine, cores, done)
+
+    def _some(self, tokens: Tokens, mine: int, cores: int, done: Any) -> None:
+        device = next(self.backbone.parameters()).device
+        work = [(view, start) for view in range(self.views) for start in range(0, len(self.store), AT_ONCE)]
+        with torch.inference_mode():
+            for view, start in work[mine::cores]:
+                rows = slice(start, start + AT_ONCE)
+                images = torch.from_numpy(np.ascontiguousarray(self.store[rows])).to(device).float().mul_(1 / 255)
+                if view:
+                    images = augment(images, self.recipe, torch_generator(self.seed, "view", view, start))
+                tokens[view, rows] = self.backbone(self.normalise(images)).half().cpu().numpy()
+                with done.get_lock():
+                    done.value += len(images)
 
 
 def _digest(backbone: Backbone) -> str:
@@ -114,5 +134,5 @@ def _digest(backbone: Backbone) -> str:
     for name, tensor in backbone.state_dict().items():
         if not name.startswith("neck."):
             digest.update(name.encode())
-            digest.update(tensor.contiguous().numpy().tobytes())
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
