@@ -1,0 +1,90 @@
+"""The learner against plain torch: optimisers, the sum of terms, evaluation mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fedmll.data import federation
+from fedmll.testing import client_of, experiment, learner_of, peer_of
+
+LABELS = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 1], [0, 1, 1], [1, 1, 0]])
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.3),
+    "adam": lambda p: torch.optim.Adam(p, 0.05, weight_decay=0.3),
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.8, weight_decay=0.3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_a_round_is_plain_torch(name: str, clip: float | None) -> None:
+    made = experiment(
+        training__optimizer=name, training__lr=0.05, training__momentum=0.8, training__weight_decay=0.3,
+        training__batch_size=2, training__local_epochs=2, training__clip=clip, model__norm="group",
+    )  # fmt: skip
+    learner = learner_of(made)
+    start = learner.method.start()
+    reply = learner.train(client_of(learner, LABELS), learner.method.send(start, peer_of(0, 3), 1), {})
+    by_hand = learner_of(made)
+    client, model = client_of(by_hand, LABELS), by_hand.model.train()
+    optimizer, losses = OPTIMIZERS[name](list(model.parameters())), []
+    for batch in client.batches():
+        loss = F.binary_cross_entropy_with_logits(model(batch.images), (batch.targets == 1).float())
+        optimizer.zero_grad()
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    torch.testing.assert_close(reply["weights"], by_hand.weights.vector, atol=1e-5, rtol=1e-4)
+    assert reply.numbers == {"samples": 6.0, "steps": 6.0, "loss": pytest.approx(np.mean(losses), rel=1e-5)}
+
+
+def test_terms_are_added() -> None:
+    both = experiment().changed(
+        {"method": {"name": "compose", "head": "etf-ladm", "parts": ["known", "contrast"]}, "model.channels": (4, 8)}
+    )
+    one = both.changed({"method.parts": ["known"]})
+    sums = []
+    for made in (both, one):
+        learner = learner_of(made)
+        sent = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
+        sums.append(learner.train(client_of(learner, LABELS), sent, {}).numbers["loss"])
+    assert sums[0] > sums[1] + 0.5  # a contrast of three classes is about log 3
+
+
+def test_predictions_are_made_in_evaluation_mode_and_of_nothing_there_are_none() -> None:
+    learner = learner_of(experiment())
+    data = client_of(learner, LABELS).data
+    learner.model.train()
+    found = learner.predict(data, 0, 6)
+    learner.model.eval()
+    with torch.no_grad():
+        expected = torch.sigmoid(learner.model(learner.task.seen(data, slice(0, 6))))
+    torch.testing.assert_close(found, expected)
+    assert learner.predict(data, 3, 3).shape == (0, 3)
+
+
+def test_a_pooled_method_has_one_client_with_everything() -> None:
+    made = experiment(method__name="centralized", annotation__kind="missing", annotation__missing=3)
+    data = federation.build(made)
+    learner = learner_of(data.experiment, data.train.classes, data.train.sample_shape)
+    (peer,) = learner.peers(data)
+    assert (peer.index, peer.name, bool(peer.owned.all())) == (0, "pooled", True)
+    client = learner.client(data, peer, 1)
+    assert len(client.data) == len(data.pooled_rows) and bool((client.targets >= 0).all())
+    assert learner.participants(data, 5) == [0]
+
+
+def test_an_exchange_beside_the_rounds_trains_nobody() -> None:
+    learner = learner_of(experiment(method__name="fed-ridge", model__freeze="backbone"))
+    before = learner.weights.vector.clone()
+    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 0)
+    reply = learner.train(client_of(learner, LABELS, round=0), sent, {})
+    assert reply.numbers == {"samples": 6.0, "steps": 0.0, "loss": 0.0}
+    assert torch.equal(learner.weights.vector, before)
