@@ -80,7 +80,7 @@ class Experiment(Section):
         source = registry.all_of("source").get(self.data.source)  # None: the server of a federation may have no data
         self._check_names(features=source is not None and not source.images)
         self._check_clients(may_be_natural=source is not None and source.says_clients)
-        self._check_views()
+        self._check_views(images=source is None or source.images)
         self._scale_pixels()
         if self.model.weights is not None and not self.model.weights.startswith("run:") and self.model.stem == AUTO:
             self.model.stem = "imagenet"  # what published weights were trained with, however small the images are
@@ -88,12 +88,12 @@ class Experiment(Section):
         method.check(self)
         return self
 
-    def _check_views(self) -> None:
+    def _check_views(self, images: bool) -> None:
         """What is augmented is an image; of a frozen backbone only the kept views are."""
         views, augmented = self.model.views, self.training.augment != "none"
-        if self.model.freeze != "backbone":
+        if self.model.freeze != "backbone" or not images:
             if views > 1:
-                raise ConfigError(f"model.views = {views} is for model.freeze = 'backbone'; leave it out.")
+                raise ConfigError(f"model.views = {views} is for images and model.freeze = 'backbone'; leave it out.")
         elif augmented != (views > 1):
             raise ConfigError(
                 f"With model.freeze = 'backbone' images are augmented before they are kept: training.augment = "
@@ -168,7 +168,8 @@ class Experiment(Section):
         """The same experiment with some `section.key` values changed: what was left open is decided anew, and another
         method starts from its own options."""
         values = dict(self._asked)
-        if overrides.get("method.name", self.method.name) != self.method.name:
+        bounded = overrides.get("method.of") == self.method.name  # an upper bound has the options of what it bounds
+        if overrides.get("method.name", self.method.name) != self.method.name and not bounded:
             values["method"] = {}
         return self.make(merged(values, overrides))
 
@@ -225,7 +226,10 @@ class Experiment(Section):
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text())
+        if isinstance(values.get("plugins"), list):  # they lie beside the file that names them
+            values["plugins"] = [str(path.parent / file) for file in values["plugins"]]
+        return values
     except FileNotFoundError:
         raise ConfigError(
             f"There is no experiment file {path}. `fedmll run` without a file uses the defaults."
@@ -242,9 +246,13 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with `section.key` overrides put in."""
-    result: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    result = _copied(values)
     for path, value in overrides.items():
         *sections, key = path.split(".")
         place = result

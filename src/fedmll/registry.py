@@ -116,7 +116,7 @@ def load_plugins() -> None:
             _loading.add(entry.value)
             try:
                 importlib.import_module(entry.module)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _loading.discard(entry.value)
                 package = entry.dist.name if entry.dist else entry.name
                 raise ConfigError(
@@ -142,7 +142,7 @@ def load_file(path: Path) -> None:
     sys.modules[name] = module  # as for every import: pickle and dataclasses look there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(
             f"The plug-in file {path} cannot be imported ({_reason(error)}). Correct it, or leave it out."
@@ -150,5 +150,5 @@ def load_file(path: Path) -> None:
     _files[name] = version
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(".")

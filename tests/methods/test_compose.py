@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedmll import Method, resume, run
+from fedmll import Method, Part, resume, run
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
+from fedmll.methods.compose import Compose
 from fedmll.methods.fedharmony import FedHarmony
 from fedmll.methods.fedlgt import ClientAwareMask
 from fedmll.methods.fedmlp import FedMLP
@@ -135,6 +136,11 @@ def fusion() -> dict[str, torch.Tensor]:
         ({"parts": ["absent"], "mean": {"weight": "equal"}}, ["weight"]),
         ({"parts": ["tags", "prior-adjusted"], "tags": {"first_stage": 3}}, ["method.tags.first_stage = 3"]),
         ({"head": "etf-ladm", "parts": ["known"], "average": "by-label"}, ["'by-label'", "rows"]),
+        ({"head": "linear-by-name", "parts": ["known", "alignment"], "average": "by-label"},
+         ["'by-label' and 'correlation'"]),
+        ({"parts": ["tags", "prior-adjusted"], "tags": {"first_stage": 1}, "prior-adjusted": {"first_stage": 2}},
+         ["method.tags.first_stage, method.prior-adjusted.first_stage", "[1, 2]"]),
+        ({"parts": ["prior-adjusted"], "prior-adjusted": {"view": "weka"}}, ["method.prior-adjusted.view", "weak"]),
     ],
 )  # fmt: skip
 def test_what_cannot_work_together_is_refused_by_name(method: dict[str, Any], words: list[str]) -> None:
@@ -184,6 +190,56 @@ def test_what_was_left_open_is_decided_and_written_down(tmp_path: Path) -> None:
     assert longer.method.options["tags"]["first_stage"] == 4
     assert any("method.tags.first_stage = 4" in note for note in longer.notes)
     assert longer.depends_on_rounds(80)["method.tags.first_stage"] == (4, 8)
+
+
+def test_a_change_of_a_part_s_option_leaves_the_experiment_alone() -> None:
+    base = composed(parts=["known", "proximal"], proximal={"mu": 0.5})
+    assert base.changed({"method.proximal.mu": 9.0}).method.options["proximal"] == {"mu": 9.0}
+    assert base.changed({"seed": 1}).method.options["proximal"] == {"mu": 0.5}
+    bound = base.changed({"method.name": "centralized", "method.of": "compose"})
+    assert bound.method.options["parts"] == ("known", "proximal")
+    assert bound.method.options["proximal"] == {"mu": 0.5}
+
+
+def test_what_is_said_of_one_part_of_a_shared_setting_is_said_of_all() -> None:
+    made = composed(parts=["tags", "prior-adjusted", "consistency"], consistency={"first_stage": 2})
+    assert {made.method.options[name]["first_stage"] for name in ("tags", "prior-adjusted", "consistency")} == {2}
+
+
+def test_a_part_stands_on_all_that_its_parts_stand_on() -> None:
+    class First(Part):
+        name = "test-first"
+
+    class Second(Part):
+        name = "test-second"
+        requires = (First,)
+
+    class Third(Part):
+        name = "test-third"
+        requires = (Second,)
+
+    made = composed(parts=["known", "test-third", "test-first"])
+    found = Compose.recipe(
+        Compose.Options(**{name: made.method.options[name] for name in ("head", "parts", "average")})
+    )
+    assert [part.name for part in found.parts] == ["known", "test-first", "test-second", "test-third", "mean"]
+
+
+@pytest.mark.parametrize("name", ["optimizer", "head", "a/b", "a.b"])
+def test_names_that_mean_something_else_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be called"):
+        type("Named", (Part,), {"name": name})
+
+
+def test_a_part_that_teaches_targets_needs_no_base_class_but_part() -> None:
+    class Plain(Part):
+        name = "test-plain"
+        jobs = frozenset({"targets"})
+
+        def term(self, step: Any, mine: None) -> torch.Tensor:
+            return step.logits.square().mean()
+
+    assert run(composed(parts=["test-plain"])).metrics["macro_auc"] >= 0
 
 
 def test_the_upper_bound_of_a_fusion() -> None:

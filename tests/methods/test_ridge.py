@@ -174,7 +174,12 @@ def test_who_knows_nothing_changes_nothing() -> None:
     torch.testing.assert_close(alone["weights"], both["weights"])
 
 
-def test_every_method_with_a_linear_head_can_start_from_it() -> None:
+def resume_more(folder: Path) -> None:
+    run(experiment(**FROZEN), folder / "run")
+    resume(folder / "run", rounds=3)
+
+
+def test_every_method_with_a_linear_head_can_start_from_it(tmp_path: Path) -> None:
     frozen = {key: value for key, value in FROZEN.items() if key != "method__name"}
     ridge_alone = run(experiment(**FROZEN))
     for method in ("fedavg", "fedprox", "fedmlp", "fedharmony"):
@@ -186,5 +191,9 @@ def test_every_method_with_a_linear_head_can_start_from_it() -> None:
         )
     with pytest.raises(ConfigError, match="'ridge' needs a head with rows, which 'ctran' has not"):
         experiment(method__name="fedctran", method__start="ridge")
-    with pytest.raises(ConfigError, match="'ridge' and 'by-label'"):
-        experiment(method__name="private-fedavg", method__loss="sigmoid", method__start="ridge")
+    with pytest.raises(ConfigError, match="'by-label' and 'ridge'"):
+        experiment(**frozen, method__name="private-fedavg", method__loss="sigmoid", method__start="ridge")
+    with pytest.raises(ConfigError, match="batch normalisation changes them"):
+        experiment(method__start="ridge")
+    with pytest.raises(ConfigError, match="has 0 rounds"):
+        resume_more(tmp_path)

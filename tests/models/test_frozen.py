@@ -130,6 +130,28 @@ def test_the_cache_is_used_again_and_other_weights_do_not_find_it(cache: Path) -
     assert "computing features" in seen
 
 
+def test_changed_code_does_not_find_the_old_features(cache: Path, tmp_path: Path) -> None:
+    plugin = tmp_path / "net.py"
+    text = """
+from fedmll import register
+from fedmll.models.backbones.convnet import ConvNet
+
+class Net(ConvNet):
+    def forward(self, images):
+        return super().forward(images) * FACTOR
+
+@register("backbone", "test-net")
+def net(model, shape):
+    return Net(shape[0], shape[1], (4, 8), "batch")
+"""
+    losses = []
+    for factor in ("1.0", "0.0"):
+        plugin.write_text(text.replace("FACTOR", factor))
+        made = experiment(plugins=[str(plugin)], model__backbone="test-net", model__freeze="backbone")
+        losses.append(run(made).rows[-1]["loss"])
+    assert losses[0] != losses[1]
+
+
 def test_a_kill_while_the_cache_is_built_leaves_nothing_wrong(cache: Path, tmp_path: Path) -> None:
     made = experiment(**FROZEN | {"model__channels": (64, 96)}, data__limit=None)
     file = tmp_path / "e.toml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +68,7 @@ def compare(
     with RunProgress() as progress, stoppable(go_on):
         found = grid.compare(
             base,
-            [name.strip() for name in methods.split(",")],
+            [name.strip() for name in re.split(r",(?![^\[]*\])", methods)],  # not at the commas of a list
             numbers,
             out,
             tune=tuned,

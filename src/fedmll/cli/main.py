@@ -13,6 +13,7 @@ from fedmll.cli import compare, data, federation, methods, weights
 from fedmll.cli.options import (
     Asked,
     Device,
+    Plugins,
     Track,
     Workers,
     asks,
@@ -95,6 +96,7 @@ def resume(
     root: Annotated[Path | None, typer.Option("--root", help="Where the data lies now, if it has moved.")] = None,
     workers: Workers = None,
     device: Device = None,
+    plugins: Plugins = None,
     track: Track = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its last checkpoint, to the very same result.
@@ -104,11 +106,12 @@ def resume(
     from fedmll.cli import display
     from fedmll.running import loop
 
-    total = rounds or loop.experiment_in(folder).training.rounds
+    code = {} if plugins is None else {"plugins": [str(file.absolute()) for file in plugins]}
+    total = rounds or loop.experiment_in(folder, code).training.rounds
     if (folder / "server.json").is_file():  # a real federation's server
         from fedmll.deploy import serving
 
-        if rounds or data or root or workers is not None or device:
+        if rounds or data or root or workers is not None or device or plugins:
             raise ConfigError("A federation between machines is resumed as it was started: without options.")
         with display.FederationProgress(total) as watch, stoppable(f"fedmll resume {folder}"):
             display.show_result(serving.go_on(folder, watch))
@@ -120,6 +123,7 @@ def resume(
             engine=given(workers=workers, device=device),
             rounds=rounds,
             data=given(name=data, root=root),
+            plugins=plugins,
         )
     display.show_result(result)
 

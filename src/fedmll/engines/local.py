@@ -69,10 +69,10 @@ class LocalEngine:
             client = job.arguments[0]
             reason = self.method.refuse(job.message, reply, number)
             if reason is not None:
-                raise ReplyRefused(
-                    f"The reply of {job.label} was refused: {reason}. If its training diverged, lower training.lr (now "
-                    f"{self.federation.experiment.training.lr:g}) or set training.clip = 1.0; also look at its data."
-                )
+                now = self.federation.experiment.training.lr
+                advice = f" Its training diverged: lower training.lr (now {now:g}) or set training.clip = 1.0."
+                diverged = "NaN" in reason or "norm" in reason
+                raise ReplyRefused(f"The reply of {job.label} was refused: {reason}.{advice if diverged else ''}")
             self.bytes_up += reply.nbytes
             self.memory.written(client, number)
             yield self.peers[client], reply

@@ -50,6 +50,10 @@ class Centralized(Method):
         return _bounded(options.of).resolve(options, experiment)
 
     @classmethod
+    def opened(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"of": options["of"]} | _bounded(options["of"]).opened(_without_of(options))
+
+    @classmethod
     def check(cls, experiment: Experiment) -> None:
         _bounded(experiment.method.options["of"]).check(_inner(experiment))
 

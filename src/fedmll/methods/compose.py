@@ -14,15 +14,18 @@ Parts that cannot work together are refused by name. What a part stands on is pu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, create_model
 
 from fedmll import registry
 from fedmll.errors import ConfigError
-from fedmll.methods.contract import AUTO, Part, PartOptions, Piece, option
+from fedmll.methods.contract import AUTO, Found, Part, PartOptions, Piece, option
 from fedmll.methods.method import Method
 from fedmll.methods.recipe import Choice, Recipe
+
+if TYPE_CHECKING:
+    from fedmll.experiment import Experiment
 
 
 class Compose(Method):
@@ -54,6 +57,9 @@ class Compose(Method):
         """A table for each piece that has options."""
         plain = {name: values[name] for name in cls.Options.model_fields if name in values}
         recipe = cls.recipe(cls.Options(**plain))
+        names = [piece.name for piece in recipe.pieces]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"A head and a part are both called '{recipe.head.name}'; one must get another name.")
         fields: dict[str, Any] = {
             piece.name: (piece.Options, piece.Options()) for piece in recipe.pieces if piece.Options.model_fields
         }
@@ -66,6 +72,24 @@ class Compose(Method):
     @classmethod
     def where(cls, piece: type[Piece]) -> str:
         return f"method.{piece.name}."
+
+    @classmethod
+    def resolve(cls, options: Any, experiment: Experiment) -> Found:
+        """An option that parts share has one value: what was said of one is said of all."""
+        pieces, said = cls.pieces(options), dict[str, set[Any]]()
+        for piece, own in pieces:
+            for name in piece.shared:
+                said.setdefault(name, set()).update({getattr(own, name)} - {AUTO})
+        for name, values in said.items():
+            if len(values) > 1:
+                who = ", ".join(f"method.{piece.name}.{name}" for piece, _ in pieces if name in piece.shared)
+                raise ConfigError(f"{who} are one setting and have the values {sorted(values)}; give them one.")
+        found = super().resolve(options, experiment)
+        for piece, own in pieces:
+            for name in piece.shared:
+                if said[name] and getattr(own, name) == AUTO:
+                    found[f"{piece.name}.{name}"] = (next(iter(said[name])), "")
+        return found
 
     @classmethod
     def opened(cls, options: Mapping[str, Any]) -> dict[str, Any]:

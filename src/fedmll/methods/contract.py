@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedmll.client import Client, Peer, Step, Task, Work
+from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat import FlatWeights
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 AUTO = "auto"  # an option that a rule decides when the experiment is made (`resolve`)
 LARGEST_GROWTH = 20  # weights whose norm is this many times that of what was sent are of no honest round of training
 
+RESERVED = {"name", "of", "head", "parts", "average", "start", "optimizer"}  # of an experiment's [method], of memories
 Located = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]  # the same from every folder
 Records = dict[str, float | Tensor]  # what is written down beside a round's metrics
 Found = dict[str, tuple[Any, str]]  # option → what a rule made of "auto", and the rule in words (empty: never mind)
@@ -52,10 +54,13 @@ class Piece:
     kind: ClassVar[str]
     name: ClassVar[str] = ""
     Options: ClassVar[type[BaseModel]] = PartOptions
+    shared: ClassVar[tuple[str, ...]] = ()  # options that are one and the same for all parts that have them
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if cls.__dict__.get("name"):
+            if cls.name in RESERVED or not set("/.").isdisjoint(cls.name):
+                raise ConfigError(f"A {cls.kind} cannot be called '{cls.name}'; choose another name.")
             register(cls.kind, cls.name)(cls)
 
     @classmethod
@@ -118,6 +123,7 @@ class Part(Piece):
     exchanges: ClassVar[frozenset[str]] = frozenset()  # "opening", "closing": asked for beside the rounds (`survey`)
     sends: ClassVar[tuple[str, ...]] = ()  # what of its state every client receives …
     returns: ClassVar[tuple[str, ...]] = ()  # … and what of that comes back, in the same shape
+    every_class: ClassVar[bool] = False  # its messages speak of all classes
     private: ClassVar[bool] = False  # of an average: clients know their own classes only
     alone: ClassVar[bool] = False  # of an average: there is no common model, each client has its own
     server_only: ClassVar[bool] = False  # its options never leave the server, and clients do without it
@@ -188,6 +194,10 @@ class Part(Piece):
     def finish(self, work: Work, mine: Any) -> Tensors:
         """After training: its share of the reply; remember."""
         return {}
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What the network was taught to mean, by the part that teaches targets."""
+        return torch.sigmoid(logits)
 
     def inputs(self, images: Tensor, received: Tensors) -> Tensor:
         """Images as its network takes them when it predicts; `received` is what `deploy` added under its name."""

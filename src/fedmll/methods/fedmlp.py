@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedmll import registry
 from fedmll.client import Step, Work
+from fedmll.errors import ConfigError
 from fedmll.methods.contract import option
 from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.basic import Absent, Supervision
@@ -49,7 +50,10 @@ class PriorAdjusted(Staged, Supervision):
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, where: str) -> None:
-        registry.find("augmentation", options.view)
+        try:
+            registry.find("augmentation", options.view)
+        except ConfigError as error:
+            raise ConfigError(f"{where}view: {error}") from None
 
     def prepare(self, work: Work) -> Any:
         annotated, labels = (work.client.targets >= 0).any(0), work.targets

@@ -17,9 +17,9 @@ from fedmll.message import Message, Tensors
 from fedmll.methods.contract import AUTO, Found, Head, Part, PartOptions, Piece, Records, refuse_unlike
 from fedmll.methods.heads import Linear
 from fedmll.methods.merging import Merging
-from fedmll.methods.parts.basic import Absent, Mean, Supervision
+from fedmll.methods.parts.basic import Absent, Mean
 from fedmll.methods.parts.ridge import Ridge
-from fedmll.methods.recipe import Choice, Recipe, switch
+from fedmll.methods.recipe import Choice, Recipe, stood_on, switch
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat import FlatWeights
 from fedmll.models.frozen import fit_out
@@ -97,7 +97,7 @@ class Method:
         for entry in cls.entries():
             for part in entry.parts.values() if isinstance(entry, Choice) else (entry,):
                 if part is not None:
-                    found |= dict.fromkeys((*part.requires, part))
+                    found |= dict.fromkeys(stood_on(part))
         return list(found)
 
     @classmethod
@@ -220,7 +220,8 @@ class Method:
             raise ConfigError(f"The head '{self.network_head.name}' cannot use known labels; ctran and text-query can.")
         for part in self.overriding("inputs"):
             images = part.inputs(images, under(part.name, self.received))
-        scores = self.part(Supervision).probabilities(model(images, known))
+        teacher = next(part for part in self.list if "targets" in part.jobs)
+        scores = teacher.probabilities(model(images, known))
         return scores if known is None else torch.where(known < 0, scores, known.to(scores.dtype))
 
     def overriding(self, hook: str) -> list[Part]:

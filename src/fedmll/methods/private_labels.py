@@ -45,8 +45,8 @@ class Softmax(Supervision):
     def check(cls, options: Any, experiment: Experiment, where: str) -> None:
         if experiment.data.composite:
             raise ConfigError(
-                f"method.loss = 'softmax' is for data with one label a sample, and '{experiment.data.label}' has "
-                "several; use method.loss = 'sigmoid'."
+                f"method.loss = 'softmax' (the part softmax) is for data with one label a sample, and "
+                f"'{experiment.data.label}' has several; use method.loss = 'sigmoid' (compose: known or absent)."
             )
 
     def prepare(self, work: Work) -> None:

@@ -14,7 +14,6 @@ JOBS = {
     "targets": "how targets are taught",
     "unknown": "how unknown targets are taught",
     "views": "which views the network sees",
-    "rows": "what the classifier's rows start from",
     "average": "how the weights are averaged",
 }
 
@@ -39,6 +38,11 @@ def switch(name: str, part: type[Part], meaning: str, otherwise: type[Part] | No
     return Choice(name, {True: part, False: otherwise}, meaning)
 
 
+def stood_on(part: type[Part]) -> list[type[Part]]:
+    """The part after all that it stands on."""
+    return [*dict.fromkeys(deeper for needed in part.requires for deeper in stood_on(needed)), part]
+
+
 @dataclass(frozen=True)
 class Recipe:
     head: type[Head]
@@ -49,10 +53,6 @@ class Recipe:
         return (self.head, *self.parts)
 
     def __post_init__(self) -> None:
-        names = [part.name for part in self.parts]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"The part '{name}' is in the method twice.")
         for job in sorted({job for part in self.parts for job in part.jobs}):
             rivals = [part.name for part in self.parts if job in part.jobs]
             if len(rivals) > 1:
@@ -68,6 +68,13 @@ class Recipe:
                     f"The part '{part.name}' needs a head with {' and '.join(lacking)}, which '{self.head.name}' has "
                     f"not; with it go: {', '.join(able)}."
                 )
+        private = next((part.name for part in self.parts if part.private), None)
+        speaks = next((part.name for part in self.parts if part.every_class), None)
+        if private and speaks:
+            raise ConfigError(
+                f"The parts '{private}' and '{speaks}' cannot work together: with the one clients know their own "
+                "classes only, with the other they speak of all. Leave one of them out."
+            )
         if not any("targets" in part.jobs for part in self.parts):
             able = sorted(name for name, part in registry.all_of("part").items() if "targets" in part.jobs)
             raise ConfigError(f"No part says how targets are taught; add one of {', '.join(able)}.")
@@ -75,8 +82,9 @@ class Recipe:
     @classmethod
     def of(cls, head: type[Head], parts: Iterable[type[Part]], average: type[Part]) -> Recipe:
         """With the parts that others stand on, each before the first that needs it."""
-        found: list[type[Part]] = []
-        for part in (*parts, average):
-            found += [needed for needed in part.requires if needed not in found]
-            found.append(part)
+        listed, found = [*parts, average], list[type[Part]]()
+        for part in listed:
+            if listed.count(part) > 1:
+                raise ConfigError(f"The part '{part.name}' is in the method twice.")
+            found += [needed for needed in stood_on(part) if needed not in found]
         return cls(head, tuple(found))

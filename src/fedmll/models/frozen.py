@@ -7,10 +7,13 @@ the same network sees an image itself, its tokens are rounded in the same way.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import multiprocessing
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedmll import registry
 from fedmll.data.images.augment import augment
 from fedmll.data.images.cache import Progress, cached, content_key, silent, store_key
 from fedmll.errors import ConfigError
+from fedmll.files import checksum
 from fedmll.models.backbones.base import Backbone, normalisation
 from fedmll.seeding import derive, torch_generator
 from fedmll.settings import Model
@@ -75,8 +80,8 @@ def kept_tokens(
     device = next(backbone.parameters()).device
     with torch.no_grad():
         shape = backbone(normalise(torch.zeros(1, *store.shape[1:], device=device))).shape[1:]
-    drawn = (recipe, seed) if views > 1 else ()
-    key = content_key("tokens", store_key(store), _digest(backbone), scale, views, *drawn)
+    drawn = (recipe, seed, _code(registry.find("augmentation", recipe))) if views > 1 else ()
+    key = content_key("tokens", store_key(store), _digest(backbone), _code(type(backbone)), scale, views, *drawn)
     fill = _Filling(backbone, store, recipe, views, seed, normalise, progress)
     return cached(key, lambda: ((views, len(store), *shape), fill), progress, "features", np.float16)
 
@@ -126,6 +131,15 @@ class _Filling:
                 tokens[view, rows] = self.backbone(self.normalise(images)).half().cpu().numpy()
                 with done.get_lock():
                     done.value += len(images)
+
+
+def _code(thing: Any) -> str:
+    """The file that it is written in, as it is now: what changed in it may give other tokens. Without one (a notebook's
+    cell) nothing is found again."""
+    try:
+        return checksum(Path(inspect.getfile(thing)))
+    except (TypeError, OSError):
+        return secrets.token_hex(8)
 
 
 def _digest(backbone: Backbone) -> str:

@@ -23,6 +23,7 @@ from fedmll.experiment import Experiment
 
 EXPERIMENT, DATA, SUMMARY, METRICS, LOCK = "experiment.toml", "data.json", "summary.json", "metrics.jsonl", ".lock"
 MODEL = "model.safetensors"
+MEMORY = Path("checkpoint") / "memory"
 PLUGINS = "plugins.json"
 
 Row = dict[str, Any]
@@ -63,7 +64,7 @@ def check_plugins(out: Path, experiment: Experiment) -> list[str]:
     saved, warnings = json.loads((out / PLUGINS).read_text()), []
     sums, versions = _plugins(experiment).values()
     for file, checksum in saved["files"].items():
-        if sums.get(file) != checksum:
+        if checksum not in sums.values():
             what = "has changed since" if file in sums else "is no longer used; it was when"
             warnings.append(f"The plug-in file {file} {what} the run began: the result may be another.")
     for package, version in saved["packages"].items():

@@ -21,7 +21,7 @@ from fedmll.data.federation import Federation
 from fedmll.errors import CheckpointError, ConfigError, FedmllError, nearest
 from fedmll.experiment import Experiment, parse_value
 from fedmll.running.comparison import SHOWN, Cell, Comparison, Row, Variant, check_metrics, measure
-from fedmll.running.folder import DATA, check_data, read_rows
+from fedmll.running.folder import DATA, check_data, check_plugins, read_rows
 from fedmll.running.loop import SELECTION, Observer, resume, run
 
 FAILED = "failed.json"
@@ -69,6 +69,8 @@ def compare(
     watch = observer or GridObserver()
     variants = crossed([parse_variant(name) for name in methods], vary or {})
     plan = Grid(experiment, variants, seeds, Path(out), tune, against, metrics)
+    for text in sorted(plan.stale):
+        watch.warning(text)
     watch.planned(plan.rounds)
 
     def watched(cell: Cell) -> Observer:
@@ -136,6 +138,7 @@ class Grid:
         self.against, self.metrics = against, metrics
         self.base, self.variants, self.seeds, self.out, self.tune = base, variants, list(seeds), out, tune or {}
         self.prepared: tuple[str, Federation] | None = None
+        self.stale: set[str] = set()  # what finished runs began with and is no more
         if against is not None and against not in (known := [variant.label for variant in variants]):
             raise ConfigError(f"There is no row '{against}' to compare with (--against){nearest(against, known)}")
         self.cells: dict[str, dict[int, list[Cell]]] = {}  # row → seed → a run of each setting of --tune
@@ -168,6 +171,7 @@ class Grid:
         cell = Cell(variant, seed, setting, folder, experiment)
         if finished.is_file():
             cell.summary = json.loads(finished.read_text())
+            self.stale |= set(check_plugins(folder, experiment))
         elif failed.is_file():
             cell.failure = json.loads(failed.read_text())["reason"]
         return cell

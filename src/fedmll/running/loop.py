@@ -6,6 +6,7 @@ import logging
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from fedmll.running import checkpoint
 from fedmll.running.checkpoint import Checkpoint
 from fedmll.running.folder import (
     EXPERIMENT,
+    MEMORY,
     METRICS,
     MODEL,
     SUMMARY,
@@ -68,7 +70,7 @@ def run(
     out = Path(out)
     check_vacant(out)
     data = _divided(experiment, prepared, observer)
-    engine = LocalEngine(data, memory_folder(out), observer.preparing)
+    engine = LocalEngine(data, out / MEMORY, observer.preparing)
     with closing(engine):
         create(out, data.experiment)
         return _go(data, engine, out, observer)
@@ -77,28 +79,27 @@ def run(
 def resume(
     out: Path | str, *, observer: Observer | None = None, engine: dict[str, Any] | None = None,
     rounds: int | None = None, data: dict[str, Any] | None = None, prepared: Federation | None = None,
-    make_engine: MakeEngine = LocalEngine,
+    plugins: Sequence[Path | str] | None = None, make_engine: MakeEngine = LocalEngine,
 ) -> Result:  # fmt: skip
     """Go on with the run in a folder, from its last good checkpoint, to the same weights as if nothing had happened.
 
     engine        changes settings of that section, e.g. {"workers": 1}
     rounds        go on to this round instead, also from the end of a finished run
     data          where the data lies now: {"root": …} or {"name": …}; it must be the same data
-    make_engine   who trains
+    plugins       where its plug-in files lie now, all of them;  make_engine   who trains
     """
     out, observer = Path(out), observer or default_observer()
-    before = experiment_in(out)
-    moved = {f"data.{key}": value for key, value in (data or {}).items()}
-    longer = {} if rounds is None else {"training.rounds": rounds}
-    experiment = experiment_in(out, {f"engine.{k}": v for k, v in (engine or {}).items()} | moved | longer)
+    moved: dict[str, Any] = {} if plugins is None else {"plugins": [str(Path(file).absolute()) for file in plugins]}
+    before = experiment_in(out, moved)
+    moved |= {f"data.{key}": value for key, value in (data or {}).items()}
+    moved |= {} if rounds is None else {"training.rounds": rounds}
+    experiment = experiment_in(out, {f"engine.{k}": v for k, v in (engine or {}).items()} | moved)
+    if rounds not in (None, experiment.training.rounds):
+        raise ConfigError(f"'{experiment.method.name}' has {experiment.training.rounds} rounds, whatever is asked for.")
     checkpoint.check_owner(out / "checkpoint", experiment.fingerprint())
     divided = _divided(experiment, prepared, observer)
-    with closing(make_engine(divided, memory_folder(out), observer.preparing)) as worker:
+    with closing(make_engine(divided, out / MEMORY, observer.preparing)) as worker:
         return _go(divided, worker, out, observer, before)
-
-
-def memory_folder(out: Path) -> Path:
-    return out / "checkpoint" / "memory"
 
 
 def _divided(experiment: Experiment, prepared: Federation | None, observer: Observer) -> Federation:
@@ -284,8 +285,7 @@ class _Run:
             "partition": data.report,
             "parameters": engine.learner.weights.parameter_end,
             "seconds": round(sum(row["seconds"] for row in self.rows), 3),
-            "bytes_up": sum(row["bytes_up"] for row in self.rows),
-            "bytes_down": sum(row["bytes_down"] for row in self.rows),
+            **{name: sum(row[name] for row in self.rows) for name in ("bytes_up", "bytes_down")},
             "metrics": found.values,
             "left_out": found.report.left_out,
         }

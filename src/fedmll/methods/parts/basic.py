@@ -29,10 +29,6 @@ class Supervision(Part):
     def entries(self, step: Step, logits: Tensor, weights: Tensor | None) -> Tensor:
         return losses.entrywise(self.task.experiment.training.loss, logits, step.present, weights)
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """What the network was taught to mean."""
-        return torch.sigmoid(logits)
-
 
 class Absent(Supervision):
     """The mean over all entries; an unknown target is taken for absent, unless another part teaches it."""

@@ -22,7 +22,6 @@ class ByLabel(Mean):
     """The encoder is averaged over all, row y over {k : y ∈ Y_k}, both by size; a row that nobody sent stays."""
 
     name = "by-label"
-    jobs = frozenset({"average", "rows"})
     needs = frozenset({"rows"})
     private = True
 

@@ -31,6 +31,7 @@ class Correlation(Part):
     """R_k goes up after training; what the others agree on, R*_k, and the blocks of it come down (Eq. 1–3, Alg. 1)."""
 
     name = "correlation"
+    every_class = True
 
     class Options(PartOptions):
         blocks: bool = option(True, "spectral blocks (Eq. 8, Alg. 1); off: one block of all labels")

@@ -14,17 +14,21 @@ slope of the line: z = 4 (score − ½). G shows the server second moments of a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedmll.client import Peer, Work
+from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option
 from fedmll.methods.parts.rows import HeadRows
 from fedmll.threads import one_thread
+
+if TYPE_CHECKING:
+    from fedmll.experiment import Experiment
 
 GRID = torch.logspace(-5, 1, 13, dtype=torch.float64)  # of λ, relative to the samples
 SMALLEST = 1e-6  # of a feature's standard deviation: what is constant says nothing
@@ -34,7 +38,7 @@ class Ridge(Part):
     """The head starts from the exact ridge solution of all clients' sums."""
 
     name = "ridge"
-    jobs = frozenset({"rows"})
+    every_class = True
     needs = frozenset({"rows"})
     exchanges = frozenset({"opening"})
 
@@ -42,6 +46,18 @@ class Ridge(Part):
         ridge: Annotated[float, Field(gt=0)] | Literal["gcv"] = option(
             "gcv", "λ, relative to n; gcv: chosen from the sums"
         )
+
+    @classmethod
+    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+        """The features must be in training what they are here: no batch statistics that come to life."""
+        model = experiment.model
+        alive = (model.freeze != "backbone" and model.backbone != "mlp") or model.width is not None
+        if experiment.training.rounds and model.norm == "batch" and alive:
+            raise ConfigError(
+                "A head that starts from the ridge (method.start = 'ridge') fits features that stay as they are, and "
+                "batch normalisation changes them in training. Set model.freeze = 'backbone', and model.norm = 'group' "
+                "for a neck (model.width)."
+            )
 
     def survey(self, work: Work) -> Tensors:
         features = work.look(features=True).features

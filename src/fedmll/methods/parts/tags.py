@@ -27,6 +27,7 @@ class Staged(Part):
     """A part that knows the two stages."""
 
     acts_later: ClassVar[bool] = False  # only in the second
+    shared = ("first_stage",)
 
     class Options(PartOptions):
         first_stage: Annotated[int, Field(ge=1)] | Literal["auto"] = option("auto", "t1: rounds; auto: a tenth of them")
@@ -44,7 +45,7 @@ class Staged(Part):
             raise ConfigError(
                 f"{where}first_stage = {options.first_stage} leaves no round for FedMLP's second stage in a run of "
                 f"{rounds}: tags and consistency would never act. Lower it, raise training.rounds, or say that the "
-                "first stage is all you want: without tags and consistency (method.tags = false, "
+                "first stage is all you want: leave both parts out (of fedmlp: method.tags = false and "
                 "method.consistency = false)."
             )
 
@@ -66,6 +67,7 @@ class Tags(Staged):
     """Missing label detection (Eq. 5–10): prototypes go up, and from the next round on tags come of them."""
 
     name = "tags"
+    every_class = True
     acts_later = True
 
     class Options(Staged.Options):
