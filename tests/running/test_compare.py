@@ -208,6 +208,23 @@ def test_the_best_of_all_combinations_goes_on_with_the_other_seeds(world: World)
     assert world.ran == world.resumed == []
 
 
+def test_settings_can_be_chosen_on_a_seed_that_the_table_does_not_have(world: World) -> None:
+    world.score = best_at(0.2, 0.5)
+    plan = world.grid("fedavg", [3, 4], tune=RATES, tune_seed=100)
+    assert plan.rounds == 8 * small().training.rounds
+    found = plan.go(world.watch, world.skipped.append)
+    chosen = "training.lr=0.2+training.weight_decay=0.5"
+    assert len(world.ran) == 6 + 2 and all(name.endswith("seed-100") for name in world.ran[:6])
+    assert world.ran[6:] == [f"fedavg/{chosen}/seed-{seed}" for seed in (3, 4)]
+    assert found.rows[0].values("macro_auc") == {3: 63.0, 4: 64.0}  # the seed of the choice is not in the table
+    world.go("fedavg", [3, 4], tune=RATES, tune_seed=100)
+    assert world.ran == []
+    world.go("fedavg", [3, 4, 5], tune=RATES, tune_seed=4)  # or which it has
+    assert world.ran[-1] == f"fedavg/{chosen}/seed-5" and len(world.ran) == 5 + 1
+    with pytest.raises(ConfigError, match="with --tune"):
+        world.grid("fedavg", [3, 4], tune_seed=100)
+
+
 def test_of_equal_values_the_first_is_taken(world: World) -> None:
     world.score = lambda e: 50.0
     assert world.go("fedavg", [0], tune=RATES).rows[0].setting == {"training.lr": 0.1, "training.weight_decay": 0.0}

@@ -37,6 +37,10 @@ def compare(
             help="e.g. training.lr=1e-4,3e-4,1e-3: each method's best on validation data. Several: all combinations.",
         ),
     ] = None,
+    tune_seed: Annotated[
+        int | None,
+        typer.Option("--tune-seed", help="Choose on this seed, which the table need not have. Default: its first."),
+    ] = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,6 +76,7 @@ def compare(
             numbers,
             out,
             tune=tuned,
+            tune_seed=tune_seed,
             vary=varied,
             metrics=columns,
             against=against,

@@ -125,7 +125,7 @@ class _Filling:
         with torch.inference_mode():
             for view, start in work[mine::cores]:
                 rows = slice(start, start + AT_ONCE)
-                images = torch.from_numpy(np.ascontiguousarray(self.store[rows])).to(device).float().mul_(1 / 255)
+                images = torch.from_numpy(np.array(self.store[rows])).to(device).float().mul_(1 / 255)
                 if view:
                     images = augment(images, self.recipe, torch_generator(self.seed, "view", view, start))
                 tokens[view, rows] = self.backbone(self.normalise(images)).half().cpu().numpy()

@@ -56,7 +56,7 @@ class Row:
 
     label: str
     cells: list[Cell]  # none while it is not known which setting is best, or if every setting failed
-    trials: list[Cell]  # the first seed with every setting of --tune
+    trials: list[Cell]  # one seed with every setting of --tune
 
     @property
     def setting(self) -> dict[str, Any]:

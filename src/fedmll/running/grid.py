@@ -46,6 +46,7 @@ def compare(
     out: Path | str | None = None,
     *,
     tune: Choices | None = None,
+    tune_seed: int | None = None,
     vary: Choices | None = None,
     metrics: Sequence[str] = SHOWN,
     against: str | None = None,
@@ -56,19 +57,20 @@ def compare(
 
     methods   names, with options as `fedprox:mu=0.1+weights=equal`
     tune      section.key → values: each method's best on validation data
+    tune_seed the seed that settings are chosen on; default: the first of `seeds`
     vary      section.key → values: every method at every value
     against   a row: also the margins over it, paired by seed
     """
     if out is None:
         with tempfile.TemporaryDirectory() as folder:
             return compare(
-                experiment, methods, seeds, folder, tune=tune, vary=vary, metrics=metrics, against=against,
-                observer=observer,
+                experiment, methods, seeds, folder, tune=tune, tune_seed=tune_seed, vary=vary, metrics=metrics,
+                against=against, observer=observer,
             )  # fmt: skip
     check_metrics(metrics)
     watch = observer or GridObserver()
     variants = crossed([parse_variant(name) for name in methods], vary or {})
-    plan = Grid(experiment, variants, seeds, Path(out), tune, against, metrics)
+    plan = Grid(experiment, variants, seeds, Path(out), tune, against, metrics, tune_seed)
     for text in sorted(plan.stale):
         watch.warning(text)
     watch.planned(plan.rounds)
@@ -134,11 +136,15 @@ class Grid:
         tune: Choices | None = None,
         against: str | None = None,
         metrics: Sequence[str] = SHOWN,
+        tune_seed: int | None = None,
     ) -> None:
         self.against, self.metrics = against, metrics
         self.base, self.variants, self.seeds, self.out, self.tune = base, variants, list(seeds), out, tune or {}
+        self.first = self.seeds[0] if tune_seed is None else tune_seed  # settings are tried on it
         self.prepared: tuple[str, Federation] | None = None
         self.stale: set[str] = set()  # what finished runs began with and is no more
+        if tune_seed is not None and not tune:
+            raise ConfigError("--tune-seed says on which seed settings are chosen; give the settings with --tune.")
         if against is not None and against not in (known := [variant.label for variant in variants]):
             raise ConfigError(f"There is no row '{against}' to compare with (--against){nearest(against, known)}")
         self.cells: dict[str, dict[int, list[Cell]]] = {}  # row → seed → a run of each setting of --tune
@@ -147,7 +153,8 @@ class Grid:
     def _plan(self) -> None:
         """The same run twice is refused: it would only look like more of them."""
         seen: dict[str | Path, Cell] = {}
-        for variant, seed, setting in itertools.product(self.variants, self.seeds, combinations(self.tune)):
+        seeds = [*([] if self.first in self.seeds else [self.first]), *self.seeds]
+        for variant, seed, setting in itertools.product(self.variants, seeds, combinations(self.tune)):
             cell = self._cell(variant, seed, setting)
             for same in (cell.experiment.model_dump_json(exclude={"engine"}), cell.folder):
                 if (twin := seen.setdefault(same, cell)) is not cell:
@@ -183,7 +190,7 @@ class Grid:
             cell.experiment.training.rounds
             for by_seed in self.cells.values()
             for seed, cells in by_seed.items()
-            for cell in (cells if seed == self.seeds[0] else cells[:1])
+            for cell in (cells if seed == self.first else cells[:1])
         )
 
     def go(
@@ -192,13 +199,14 @@ class Grid:
         """Run what is not done yet. `watch` gives the observer of a run; `skipped` hears of rounds that need no run."""
         self._check_data(watch)
         for variant in self.variants:
-            for cell in self.cells[variant.label][self.seeds[0]]:
+            for cell in self.cells[variant.label][self.first]:
                 self._run(cell, watch, skipped, retry_failed)
-            chosen = self._row(variant).cells
-            for cell in chosen[1:]:
-                self._run(cell, watch, skipped, retry_failed)
+            chosen, rest = self._row(variant).cells, [seed for seed in self.seeds if seed != self.first]
+            for cell in chosen:
+                if cell.seed in rest:
+                    self._run(cell, watch, skipped, retry_failed)
             if not chosen:
-                skipped(sum(self.cells[variant.label][seed][0].experiment.training.rounds for seed in self.seeds[1:]))
+                skipped(sum(self.cells[variant.label][seed][0].experiment.training.rounds for seed in rest))
         return self.comparison()
 
     def _check_data(self, watch: Callable[[Cell], Observer]) -> None:
@@ -221,7 +229,7 @@ class Grid:
 
     def _row(self, variant: Variant) -> Row:
         by_seed = self.cells[variant.label]
-        first = by_seed[self.seeds[0]]
+        first = by_seed[self.first]
         best: int | None = 0
         if self.tune:
             scores = [measure(cell.summary, SELECTION) if cell.summary else math.nan for cell in first]
@@ -244,7 +252,7 @@ class Grid:
         except ConfigError as error:  # but a division can be impossible with this seed or this value only
             self._fail(cell, error, observer, skipped)
             return
-        if self.tune and cell.seed == self.seeds[0]:
+        if self.tune and cell.seed == self.first:
             _check_validation(data)
         try:
             if (cell.folder / "experiment.toml").is_file():
