@@ -140,7 +140,7 @@ def test_the_penalty_is_that_of_the_other_clients() -> None:
 
 def test_without_its_penalty_and_in_round_1_it_is_fedavg_bit_for_bit() -> None:
     plain, off, on = (
-        run(small(**changes))
+        run(small(data__limit=80, partition__clients=2, **changes))
         for changes in ({}, {"method__name": "fedcurv", "method__strength": 0.0}, {"method__name": "fedcurv"})
     )
     assert all(torch.equal(plain.weights[name], off.weights[name]) for name in plain.weights)

@@ -127,7 +127,9 @@ def test_with_the_tasks_own_pair_alone_it_is_fedavg_bit_for_bit(pixels: dict[str
 
 
 def test_a_saved_model_predicts_as_it_did(tmp_path: Path) -> None:
-    result = run(small(method__name="fedrdn"), tmp_path / "run")
+    result = run(
+        small(method__name="fedrdn", data__limit=80, partition__clients=2, training__rounds=1), tmp_path / "run"
+    )
     assert MEAN in result.weights
     images = np.random.default_rng(0).integers(0, 256, (5, *result.summary["sample_shape"]), dtype=np.uint8)
     loaded = load_run(tmp_path / "run")

@@ -19,6 +19,7 @@ from fedmll.message import Message
 from fedmll.testing import client_of, experiment, learner_of, loss_of, merge, peer_of, step_of, work_of
 
 WIDE: dict[str, Any] = {"method__name": "spherefed", "model__channels": (8, 12)}
+FEW = {"data__limit": 80, "partition__clients": 2}
 LABELS = np.array([[1, 0, -1], [0, 1, 1], [-1, -1, 0], [1, 0, 1], [0, 1, -1]])
 
 
@@ -62,7 +63,15 @@ def least_squares(features: np.ndarray, targets: np.ndarray, eps: float) -> np.n
 
 @pytest.mark.parametrize("eps", [1e-4, 0.1])
 def test_the_closing_exchange_is_the_pooled_least_squares(eps: float, tmp_path: Path) -> None:
-    made = experiment(**WIDE, method__eps=eps, annotation__kind="missing", annotation__missing=4, engine__workers=2)
+    made = experiment(
+        **WIDE,
+        data__limit=100,
+        training__rounds=1,
+        method__eps=eps,
+        annotation__kind="missing",
+        annotation__missing=4,
+        engine__workers=2,
+    )
     data = federation.build(made)
     result = run(made, tmp_path / "run", prepared=data)
     learner = Learner(task_of(data))
@@ -79,10 +88,10 @@ def test_the_closing_exchange_is_the_pooled_least_squares(eps: float, tmp_path: 
 
 
 def test_calibration_can_be_left_out_and_changes_the_classifier_alone() -> None:
-    on, off = (run(small(**WIDE, method__calibrated=on)) for on in (True, False))
+    on, off = (run(small(**FEW, **WIDE, method__calibrated=on)) for on in (True, False))
     assert [name for name in on.weights if not torch.equal(on.weights[name], off.weights[name])] == ["classifier"]
     fusion = {"method": {"name": "compose", "head": "sphere", "parts": ["squared-error"]}, "model.channels": (8, 12)}
-    plain = run(small().changed(fusion))
+    plain = run(small(**FEW).changed(fusion))
     assert all(torch.equal(plain.weights[name], off.weights[name]) for name in off.weights)
     assert on.rows[-1]["loss"] == off.rows[-1]["loss"]
 
