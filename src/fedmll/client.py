@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -150,15 +150,12 @@ class Client:
         torch.manual_seed(derive(self.task.seed, self.round, self.name, "torch"))
 
     def batches(self) -> Iterator[Batch]:
-        """The round's training batches, epoch by epoch. A last batch of one sample joins the one before it
-        (batch normalisation cannot train on one)."""
+        """The round's training batches, epoch by epoch."""
         training = self.task.experiment.training
         shuffle = numpy_generator(self.task.seed, self.round, self.name, "batches")
         views = self.generator("views")
         size, count = training.batch_size, len(self.data)
-        cuts = list(range(size, count, size))
-        if cuts and count - cuts[-1] == 1:
-            cuts.pop()
+        cuts = [size * number for number in range(1, training.batches(count))]
         for _ in range(training.local_epochs):
             for rows in np.split(shuffle.permutation(count), cuts):
                 yield self._batch(rows, training.augment, views)
@@ -191,6 +188,7 @@ class Work:
     message: Message
     memories: dict[str, Tensors] = field(default_factory=dict)  # by part, kept between the client's rounds
     fixed: dict[str, Any] = field(default_factory=dict)  # by part: what its `prepare` gave
+    seeing: Sequence[Any] = ()  # the parts that change images before the network predicts
     steps: int = 0  # done so far
     claimed: bool = False  # a part teaches the unknown targets itself: nobody else takes them for absent
     _looks: dict[bool, Look] = field(default_factory=dict)
@@ -223,12 +221,18 @@ class Work:
             model = self.client.model.eval()
             with torch.no_grad():
                 seen = [
-                    model.features(batch.images) if features else model(batch.images) for batch in self.client.scan()
+                    (model.features if features else model)(self.seen(batch.images)) for batch in self.client.scan()
                 ]
                 joined = torch.cat(seen)
                 logits = model.logits(joined) if features else joined
             found = self._looks[features] = Look(torch.sigmoid(logits), joined if features else None)
         return found
+
+    def seen(self, images: Tensor) -> Tensor:
+        """As the network takes them when it predicts."""
+        for part in self.seeing:
+            images = part.inputs(images, self.received(part.name))
+        return images
 
     def trained(self) -> None:
         """The model has changed."""

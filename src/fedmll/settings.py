@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -190,6 +191,12 @@ class Training(Section):
     loss: str = "bce"
     augment: str = "none"
     keep: Literal["auto", "last", "best"] = "auto"  # the model of the last round, or of the best on validation data
+
+    def batches(self, samples: float) -> int:
+        """How many an epoch has. A last batch of one sample joins the one before it (batch normalisation cannot train
+        on one)."""
+        count = max(1, math.ceil(samples / self.batch_size))
+        return count - 1 if count > 1 and samples - (count - 1) * self.batch_size == 1 else count
 
 
 class Participation(Section):

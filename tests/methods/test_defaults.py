@@ -50,6 +50,16 @@ DEFAULTS: dict[str, Rows] = {
     "fed-ridge": BY_SIZE | RIDGE,
     "local-only": {},
     "fedprox": BY_SIZE | PROXIMAL,
+    "fednova": {"weights": ("size", "Wang et al. 2020, Section 3: p_i = n_i/n")},
+    "scaffold": {"weights": ("size", "NIID-Bench, by |D_k|; Karimireddy et al. 2020, Alg. 1 has equal clients")},
+    "fedcurv": BY_SIZE | {"strength": (0.1, "ours: the paper tunes λ and gives no one value")},
+    "spherefed": BY_SIZE
+    | {
+        "calibrated": (True, "Dong et al. 2022: the closed-form classifier; off is an ablation"),
+        "eps": (1e-4, "ours: keeps features that are never active from being divided by 0"),
+    },
+    "fedrdn": BY_SIZE,
+    "surgical": {"weights": ("size", "FedAvg's; Kulkarni et al. 2023 average over the owners")},
     "fednca-ml": {
         "weights": ("equal", "FedNCA-ML, Alg. 1: 1/K"),
         "etf": (True, "FedNCA-ML, Eq. 1–2; Table 5 switches it off"),
@@ -137,6 +147,16 @@ LGT_SETTINGS: Rows = {
 }
 
 PUBLISHED: dict[str, Rows] = {
+    "fednova": {"training.optimizer": ("sgd", "Wang et al. 2020, Section 3: a_i is of SGD, with or without momentum")},
+    "scaffold": {"training.optimizer": ("sgd", "Karimireddy et al. 2020, Alg. 1: plain steps")},
+    "fedrdn": {
+        "training.optimizer": ("sgd", "released code of FedRDN"),
+        "training.lr": (0.01, "released code of FedRDN"),
+        "training.momentum": (0.9, "released code of FedRDN"),
+        "training.weight_decay": (1e-5, "released code of FedRDN"),
+        "training.batch_size": (32, "released code of FedRDN"),
+        "training.local_epochs": (5, "released code of FedRDN"),
+    },
     "fednca-ml": {
         "model.backbone": ("resnet18", "FedNCA-ML, Implementation Details"),
         "training.rounds": (100, "FedNCA-ML, Implementation Details"),
@@ -182,6 +202,8 @@ PUBLISHED: dict[str, Rows] = {
 JUST = 1e-9
 LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("fedprox", "mu"): ([0, 5.0], [-JUST]),
+    ("fedcurv", "strength"): ([0, 5.0], [-JUST]),
+    ("spherefed", "eps"): ([JUST, 5.0], [0]),
     ("private-fedprox", "mu"): ([0, 5.0], [-JUST]),
     ("fednca-ml", "lambda_neg"): ([0, 5.0], [-JUST]),
     ("fednca-ml", "lambda_pos"): ([0, 5.0], [-JUST]),

@@ -99,7 +99,7 @@ class Learner:
         client.seed_torch()
         names = [*(part.name for part in method.list), OPTIMIZER]
         here = {name: tensor.to(self.task.device) for name, tensor in memory.items()}
-        work = Work(client, message, {name: under(name, here) for name in names})
+        work = Work(client, message, {name: under(name, here) for name in names}, seeing=method.overriding("inputs"))
         numbers = {"samples": float(len(client.data)), "steps": 0.0, "loss": 0.0}
         exchange = method.exchange(client.round)
         if exchange is not None:

@@ -126,6 +126,7 @@ class Part(Piece):
     every_class: ClassVar[bool] = False  # its messages speak of all classes
     private: ClassVar[bool] = False  # of an average: clients know their own classes only
     alone: ClassVar[bool] = False  # of an average: there is no common model, each client has its own
+    common: ClassVar[bool] = False  # it cannot do without a common model
     server_only: ClassVar[bool] = False  # its options never leave the server, and clients do without it
 
     def __init__(self, task: Task, options: Any, beside: Mapping[str, type[Part]]) -> None:
@@ -150,7 +151,7 @@ class Part(Piece):
         return {name: state[name] for name in self.sends}
 
     def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
-        """What a good reply holds; everything else is refused."""
+        """What a good reply holds; everything else is refused. `sent` has the part's own tensors and the weights."""
         return {name: Like(tuple(sent[name].shape), sent[name].dtype) for name in self.returns}
 
     def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:

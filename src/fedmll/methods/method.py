@@ -33,7 +33,6 @@ __all__ = ["Choice", "Method", "Recipe", "switch"]
 
 P = TypeVar("P", bound=Part)
 
-
 START = Choice("start", {"seed": None, "ridge": Ridge}, "what the head starts from: the seed, or the exact ridge head")
 
 
@@ -259,10 +258,11 @@ class Method:
 
     def refuse(self, sent: Message, reply: Message, round: int) -> str | None:
         """Why a reply cannot be accepted, or None."""
+        weights = self.own(self.mean, sent.tensors)
         expected = {
             self.key(part, name): like
             for part in self.replying(round)
-            for name, like in part.expects(self.own(part, sent.tensors), round).items()
+            for name, like in part.expects(weights | self.own(part, sent.tensors), round).items()
         }
         return refuse_unlike(expected, reply)
 

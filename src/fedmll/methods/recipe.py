@@ -75,6 +75,13 @@ class Recipe:
                 f"The parts '{private}' and '{speaks}' cannot work together: with the one clients know their own "
                 "classes only, with the other they speak of all. Leave one of them out."
             )
+        alone = next((part.name for part in self.parts if part.alone), None)
+        common = next((part.name for part in self.parts if part.common), None)
+        if alone and common:
+            raise ConfigError(
+                f"The parts '{alone}' and '{common}' cannot work together: with the one every client has a model of "
+                "its own, the other needs a common one. Leave one of them out."
+            )
         if not any("targets" in part.jobs for part in self.parts):
             able = sorted(name for name, part in registry.all_of("part").items() if "targets" in part.jobs)
             raise ConfigError(f"No part says how targets are taught; add one of {', '.join(able)}.")

@@ -18,11 +18,24 @@ from fedmll.models.flat import FlatWeights
 from fedmll.models.network import Classifier
 
 
-class ByLabel(Mean):
-    """The encoder is averaged over all, row y over {k : y ∈ Y_k}, both by size; a row that nobody sent stays."""
+class ByOwner(Mean):
+    """The encoder is averaged over all, row y over {k : y ∈ Y_k}, both by size; a row that nobody owns stays."""
+
+    needs = frozenset({"rows"})
+
+    def own(self, weights: Tensor, peer: Peer) -> tuple[Tensor, Tensor, Tensor]:
+        """A client's weights: before the head, the rows of its own classes (`own_rows`), after the head."""
+        front, rows, back = HeadRows.of(self.weights).split(weights, len(self.task.classes))
+        return front, rows[own_rows(self.task.classes, peer.owned)], back
+
+    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
+        return AveragingRows(self, state)
+
+
+class ByLabel(ByOwner):
+    """The encoder is averaged over all, row y over its owners; a client receives and sends no row but its own."""
 
     name = "by-label"
-    needs = frozenset({"rows"})
     private = True
 
     _small: tuple[Classifier, FlatWeights] | None = None  # a worker's model for clients, kept for the next one
@@ -42,7 +55,6 @@ class ByLabel(Mean):
         )
 
     def own(self, weights: Tensor, peer: Peer) -> tuple[Tensor, Tensor, Tensor]:
-        """A client's weights: before the head, its rows, after the head."""
         return HeadRows.of(self.weights).split(weights, int(peer.owned.sum()))
 
     def send(self, state: Tensors, peer: Peer, round: int) -> Tensors:
@@ -54,12 +66,9 @@ class ByLabel(Mean):
         why = "its classifier has a row for each label of its own set, no more and no fewer"
         return super().expects(sent, round) | {"weights": Like.sent(sent["weights"], why)}
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        return AveragingRows(self, state)
-
 
 class AveragingRows(Merger):
-    def __init__(self, part: ByLabel, state: Tensors) -> None:
+    def __init__(self, part: ByOwner, state: Tensors) -> None:
         self.part, self.head = part, HeadRows.of(part.weights)
         _, self.old, _ = self.head.split(state["weights"], len(part.task.classes))
         self.mean, self.sums = WeightedMean(), torch.zeros_like(self.old, dtype=torch.float64)

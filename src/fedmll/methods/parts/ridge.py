@@ -34,11 +34,39 @@ GRID = torch.logspace(-5, 1, 13, dtype=torch.float64)  # of λ, relative to the 
 SMALLEST = 1e-6  # of a feature's standard deviation: what is constant says nothing
 
 
-class Ridge(Part):
+class FromSums(Part):
+    """A head from the clients' sums: what they send in an exchange that has no training."""
+
+    every_class = True
+
+    def asked(self, round: int) -> bool:
+        """Whether this round is that exchange."""
+        return round == 0 if "opening" in self.exchanges else round > self.task.rounds
+
+    def survey(self, work: Work) -> Tensors:
+        features = work.look(features=True).features
+        assert features is not None
+        return sums_of(features.double(), work.client.targets)
+
+    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+        if not self.asked(round):
+            return {}
+        width, classes = self.model.width, len(self.task.classes)
+        double = torch.float64
+        return {
+            "group": Like((classes,), torch.int64, low=-1, high=classes - 1),
+            "gram": Like(
+                (None, width + 1, width + 1), double, most=classes, rule=_symmetric, broken="is not symmetric"
+            ),
+            "cross": Like((classes, width + 1), double),
+            "all": Like((3, width), double),
+        }
+
+
+class Ridge(FromSums):
     """The head starts from the exact ridge solution of all clients' sums."""
 
     name = "ridge"
-    every_class = True
     needs = frozenset({"rows"})
     exchanges = frozenset({"opening"})
 
@@ -59,27 +87,8 @@ class Ridge(Part):
                 "for a neck (model.width)."
             )
 
-    def survey(self, work: Work) -> Tensors:
-        features = work.look(features=True).features
-        assert features is not None
-        return sums_of(features.double(), work.client.targets)
-
-    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
-        if round != 0:
-            return {}
-        width, classes = self.model.width, len(self.task.classes)
-        double = torch.float64
-        return {
-            "group": Like((classes,), torch.int64, low=-1, high=classes - 1),
-            "gram": Like(
-                (None, width + 1, width + 1), double, most=classes, rule=_symmetric, broken="is not symmetric"
-            ),
-            "cross": Like((classes, width + 1), double),
-            "all": Like((3, width), double),
-        }
-
     def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
-        return Solving(self) if round == 0 else None
+        return Solving(self) if self.asked(round) else None
 
 
 def sums_of(features: Tensor, targets: Tensor) -> Tensors:
@@ -100,10 +109,10 @@ def sums_of(features: Tensor, targets: Tensor) -> Tensors:
     }
 
 
-class Solving(Merger):
+class Summing(Merger):
     """Sums of classes that the same clients know in the same way are kept once."""
 
-    def __init__(self, part: Ridge) -> None:
+    def __init__(self, part: FromSums) -> None:
         self.part = part
         size, classes = part.model.width + 1, len(part.task.classes)
         self.grams: list[Tensor] = [torch.zeros(size, size, dtype=torch.float64)]
@@ -121,6 +130,8 @@ class Solving(Merger):
         ]
         self.grams, self.of = grams, of
 
+
+class Solving(Summing):
     @one_thread()
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
         rows, strength = solved(self.grams, self.of, self.cross, self.moments, self.part.options.ridge)

@@ -1,0 +1,126 @@
+"""FedCurv — Shoham, Avidor, Keren, Israel, Benditkis, Mor-Yosef and Zeitak, "Overcoming Forgetting in Federated
+Learning on Non-IID Data", 2019.
+
+A client's loss + λ Σ_{j≠i} Σ u_j (θ − θ_j)², u_j the diagonal of client j's Fisher information at its trained weights
+θ_j. Up to a constant that is λ Σ [θ² (U − u_i) − 2θ (V − v_i)] with U = Σ u_j, V = Σ u_j θ_j, so its gradient is 2λ
+[(U − u_i) θ − (V − v_i)].
+
+The sums are over the round before: the server says to a client whether it is in them. A client sends u alone; v = u θ
+the server works out from the weights. u is over all known entries of the client's data, of its mean loss:
+
+    u = mean over (sample, class) of p (1 − p) (∂z/∂θ)²,
+
+the expectation over the model's own p, as the Fisher information is defined (squared gradients of the loss are another
+thing). Instead of one pass a class there is one with random signs, (∂/∂θ Σ_c ±√(p_c(1 − p_c)) z_c)²: exact for what
+belongs to one class alone (the rows of the head), right on average for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fedmll.client import Peer, Work
+from fedmll.message import Message, Tensors
+from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option
+from fedmll.methods.method import Method
+from fedmll.models.network import Network
+
+AT_ONCE = 2**24  # numbers of single samples' gradients in memory
+LARGEST = 1e6  # no honest model's curvature
+
+
+class Curvature(Part):
+    """λ Σ u_j (θ − θ_j)² over the other clients of the round before."""
+
+    name = "curvature"
+    every_class = True
+    common = True
+
+    class Options(PartOptions):
+        strength: float = option(0.1, "λ of the penalty λ Σ_{j≠i} u_j (θ − θ_j)²", ge=0)
+
+    def start(self) -> Tensors:
+        nothing = torch.zeros(self.weights.parameter_end)
+        return {"u": nothing, "v": nothing.clone(), "counted": torch.zeros(self.task.clients, dtype=torch.bool)}
+
+    def send(self, state: Tensors, peer: Peer, round: int) -> Tensors:
+        return {"u": state["u"], "v": state["v"], "counted": state["counted"][peer.index]}
+
+    def prepare(self, work: Work) -> tuple[Tensor, Tensor]:
+        """U − u_i and V − v_i."""
+        sums, own = work.received(self.name), work.memory(self.name)
+        if bool(sums["counted"]) and own:  # who lost its memory is held to its own last model too
+            return sums["u"] - own["u"], sums["v"] - own["v"]
+        return sums["u"], sums["v"]
+
+    def adjust(self, work: Work, others: tuple[Tensor, Tensor]) -> None:
+        weights = work.client.weights
+        u, v = others
+        weights.add_gradient(u * weights.parameter_vector - v, 2 * self.options.strength)
+
+    def finish(self, work: Work, others: tuple[Tensor, Tensor]) -> Tensors:
+        u = fisher(work)
+        work.memories[self.name] = {"u": u, "v": u * work.client.weights.parameter_vector}
+        return {"u": u}
+
+    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+        return {"u": Like(tuple(sent["u"].shape), low=0, high=LARGEST)}
+
+    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
+        return Summing(state)
+
+
+class Summing(Merger):
+    def __init__(self, state: Tensors) -> None:
+        self.u = torch.zeros_like(state["u"], dtype=torch.float64)
+        self.v, self.counted = torch.zeros_like(self.u), torch.zeros_like(state["counted"])
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        u = reply["u"].double()
+        self.u += u
+        self.v += u * reply["weights"][: len(u)]
+        self.counted[peer.index] = True
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        return {"u": self.u.float(), "v": self.v.float(), "counted": self.counted}, {}
+
+
+def fisher(work: Work) -> Tensor:
+    """u of the client's model as it is now, over its known entries; 0 where nothing is known."""
+    client, model = work.client, work.client.model.eval()
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    size = client.weights.parameter_end
+    single = vmap(grad(_probe), in_dims=(None, None, 0, 0), chunk_size=max(1, AT_ONCE // size))
+    total, entries = torch.zeros(size, dtype=torch.float64, device=client.task.device), 0
+    generator = client.generator("fisher")
+    for batch in client.scan():
+        known = (batch.targets >= 0).float()
+        signs = torch.randint(2, known.shape, generator=generator).to(known) * 2 - 1
+        with sdpa_kernel(SDPBackend.MATH):  # the kernel that single samples' gradients know
+            gradients = single(parameters, model, work.seen(batch.images), signs * known)
+        total += torch.cat([gradients[name].square().sum(0).flatten() for name in parameters])
+        entries += int(known.sum())
+    return (total / max(1, entries)).float()
+
+
+def _probe(parameters: Tensors, model: Network, image: Tensor, signs: Tensor) -> Tensor:
+    """Σ_c ±√(p_c(1 − p_c)) z_c of one sample; only z is differentiated."""
+    logits: Tensor = functional_call(model, parameters, (image[None],))[0]
+    p = torch.sigmoid(logits).detach()
+    return (signs * (p * (1 - p)).sqrt() * logits).sum()
+
+
+class FedCurv(Method):
+    name = "fedcurv"
+    summary = "FedAvg + λ Σ u_j (θ − θ_j)²: what other clients' models stand on is held"
+    paper = "Shoham et al., 2019"
+    setting = ("skew",)
+    up = "the diagonal of its Fisher information (as large as the model)"
+    down = "two sums of the round before (twice the model)"
+    remembers = "what it added to the sums (twice the model)"
+    parts = (*Method.parts, Curvature)

@@ -1,0 +1,134 @@
+"""FedRDN — Yan et al., "A Simple Data Augmentation for Feature Distribution Skewed Federated Learning", 2023 (random
+distribution normalisation).
+
+Before round 1 each client sends, of its pixels in [0, 1], the mean of every channel, and every channel's standard
+deviation within an image, averaged over the images. The pool of all pairs (μ_j, σ_j) goes to everybody. In training
+each batch is normalised with a mean and a deviation drawn from the pool, each on its own as in the released code:
+
+    x̂ = (x − μ_j)/σ_j',   j and j' uniform.
+
+To predict, the mean of the pool takes their place: the paper uses a client's own, and a pooled test set has no client.
+With one pair in the pool, that of model.pixel_mean and model.pixel_std, it is FedAvg, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedmll.client import Client, Peer, Step, Work
+from fedmll.errors import ConfigError
+from fedmll.message import Message, Tensors
+from fedmll.methods.contract import Like, Merger, Part, Records
+from fedmll.methods.method import Method
+from fedmll.models.backbones import pixel_scale
+
+if TYPE_CHECKING:
+    from fedmll.experiment import Experiment
+
+SMALLEST = 1e-3  # of a deviation: less than a step of 8 bits is an image of one colour
+
+
+class RandomNormalisation(Part):
+    """Each batch is normalised with a mean and a deviation drawn from the clients' own."""
+
+    name = "random-normalisation"
+    jobs = frozenset({"views"})
+    exchanges = frozenset({"opening"})
+    sends = ("pool", "mean")
+
+    @classmethod
+    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+        advice = "Use images and a backbone that is trained (model.freeze = 'none'), or another method."
+        if experiment.model.backbone == "mlp":
+            raise ConfigError(
+                f"FedRDN (the part '{cls.name}') normalises the pixels of images, and "
+                f"'{experiment.data.label}' has feature vectors. {advice}"
+            )
+        if experiment.model.freeze == "backbone":
+            raise ConfigError(
+                f"FedRDN (the part '{cls.name}') normalises the pixels of every batch anew, and with model.freeze = "
+                f"'backbone' the network sees kept tokens. {advice}"
+            )
+
+    def scale(self) -> Tensor:
+        """Mean and deviation (2, channels) that the task itself normalises with."""
+        channels = self.task.sample_shape[0]
+        return torch.tensor(pixel_scale(self.task.experiment.model, channels)).expand(2, channels).contiguous()
+
+    def start(self) -> Tensors:
+        return {"pool": self.scale()[None], "mean": self.scale()}
+
+    def survey(self, work: Work) -> Tensors:
+        return {"statistics": statistics(work.client)}
+
+    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+        return {"statistics": Like((2, self.task.sample_shape[0]), low=0, high=1)} if round == 0 else {}
+
+    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
+        return Pooling() if round == 0 else None
+
+    def deploy(self, state: Tensors, message: Message) -> None:
+        message.tensors[f"{self.name}/mean"] = state["mean"]
+
+    def prepare(self, work: Work) -> tuple[Tensor, torch.Generator]:
+        return work.received(self.name)["pool"], work.client.generator("normalisation")
+
+    def shape(self, step: Step, mine: tuple[Tensor, torch.Generator]) -> None:
+        pool, generator = mine
+        mean, deviation = torch.randint(len(pool), (2,), generator=generator).tolist()
+        step.images = self.normalised(step.images, pool[mean, 0], pool[deviation, 1])
+
+    def inputs(self, images: Tensor, received: Tensors) -> Tensor:
+        mean, deviation = received["mean"].to(images.device)
+        return self.normalised(images, mean, deviation)
+
+    def normalised(self, images: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+        """Of images that the task has normalised already."""
+        old_mean, old = self.scale().to(images.device)
+        deviation = deviation.clamp(min=SMALLEST)
+        factor, shift = old / deviation, (old_mean - mean) / deviation
+        return images * factor[:, None, None] + shift[:, None, None]
+
+
+def statistics(client: Client) -> Tensor:
+    """(2, channels): the mean of a channel over all pixels; its deviation within an image, averaged over the images."""
+    sums = torch.zeros(2, client.task.sample_shape[0], dtype=torch.float64, device=client.task.device)
+    for batch in client.scan():
+        pixels = client.task.unit(batch.raw).double().flatten(2)
+        sums += torch.stack([pixels.mean(2), pixels.std(2, correction=0)]).sum(1)
+    return (sums / len(client.data)).float()
+
+
+class Pooling(Merger):
+    def __init__(self) -> None:
+        self.found: dict[int, Tensor] = {}
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        self.found[peer.index] = reply["statistics"]
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        pool = torch.stack([self.found[index] for index in sorted(self.found)])
+        return {"pool": pool, "mean": pool.double().mean(0).float()}, {}
+
+
+class FedRdn(Method):
+    name = "fedrdn"
+    summary = "FedAvg whose batches are normalised with pixel statistics drawn from all clients'"
+    paper = "Yan et al., 2023"
+    setting = ("skew",)
+    up = "once: mean and deviation of its pixels"
+    down = "all clients' means and deviations of pixels"
+    remembers = ""
+    parts = (*Method.parts, RandomNormalisation)
+    published: ClassVar[dict[str, Any]] = {
+        "training.optimizer": "sgd",
+        "training.lr": 0.01,
+        "training.momentum": 0.9,
+        "training.weight_decay": 1e-5,
+        "training.batch_size": 32,
+        "training.local_epochs": 5,
+    }

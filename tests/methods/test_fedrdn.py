@@ -1,0 +1,163 @@
+"""FedRDN: its statistics against NumPy, what the network sees, and what it cannot work with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import small
+
+from fedmll import load_run, run
+from fedmll.client import Step
+from fedmll.engines.learner import Learner
+from fedmll.errors import ConfigError
+from fedmll.message import Message
+from fedmll.testing import client_of, learner_of, merge, peer_of, step_of, work_of
+
+PART = "random-normalisation"
+POOL, MEAN, STATISTICS = f"{PART}/pool", f"{PART}/mean", f"{PART}/statistics"
+LABELS = np.random.default_rng(0).integers(0, 2, (70, 3))
+
+
+def made(**changes: Any) -> Learner:
+    return learner_of(small(method__name="fedrdn", **changes), shape=(3, 8, 8), clients=4)
+
+
+def statistics(pixels: np.ndarray) -> np.ndarray:
+    """NumPy's, of uint8 (samples, channels, height, width)."""
+    unit = pixels / 255
+    return np.stack([unit.mean((0, 2, 3)), unit.std((2, 3)).mean(0)])
+
+
+def test_the_opening_exchange_pools_numpys_statistics() -> None:
+    learner = made()
+    state, replies = learner.method.start(), []
+    for index in (2, 0, 3):  # the order of replies is not that of the clients; one did not reply
+        client = client_of(learner, LABELS[: 20 + 16 * index], round=0, seed=index)
+        sent = learner.method.send(state, peer_of(index, 3), 0)
+        replies.append((peer_of(index, 3), learner.train(client, sent, {})))
+        assert learner.method.refuse(sent, replies[-1][1], 0) is None
+        np.testing.assert_allclose(replies[-1][1][STATISTICS], statistics(client.data.samples(slice(None))), atol=1e-6)
+    after, _ = merge(learner.method, state, replies, 0)
+    by_index = {peer.index: reply[STATISTICS] for peer, reply in replies}
+    assert torch.equal(after[POOL], torch.stack([by_index[0], by_index[2], by_index[3]]))
+    torch.testing.assert_close(after[MEAN], after[POOL].mean(0))
+    assert torch.equal(after["weights"], state["weights"])
+    deployed = learner.method.deploy(after).tensors
+    assert torch.equal(deployed[MEAN], after[MEAN]) and POOL not in deployed
+    assert set(learner.method.send(after, peer_of(0, 3), 1).tensors) == {"weights", "counters", POOL, MEAN}
+
+
+def pool(*pairs: tuple[float, float]) -> torch.Tensor:
+    return torch.tensor([[[mean] * 3, [deviation] * 3] for mean, deviation in pairs])
+
+
+def test_a_batch_is_normalised_with_a_mean_and_a_deviation_of_the_pool() -> None:
+    learner = made()
+    means, deviations = (0.1, 0.3, 0.7), (0.2, 0.4, 0.8)
+    found = set()
+    tensors = learner.method.start() | {POOL: pool(*zip(means, deviations, strict=True))}
+    for round in range(1, 40):
+        client = client_of(learner, LABELS[:4], round=round)
+        step = step_of(learner, work_of(learner, client, Message(tensors)))
+        unit = client.data.samples(step.rows.numpy()).astype(np.float32) / 255
+        fitting = [
+            (mean, deviation)
+            for mean in means
+            for deviation in deviations
+            if np.allclose(step.images, (unit - mean) / deviation, atol=1e-4)
+        ]
+        assert len(fitting) == 1
+        found.add(fitting[0])
+    assert len(found) == 9  # each on its own: all pairs come
+
+
+def test_draws_differ_from_batch_to_batch() -> None:
+    learner = made()
+    tensors = learner.method.start() | {POOL: pool((0.1, 0.2), (0.5, 0.9))}
+    work = work_of(learner, client_of(learner, LABELS), Message(tensors))
+    part = next(part for part in learner.method.list if part.name == PART)
+    seen = set()
+    for batch in [*work.client.batches()] * 4:
+        step = Step(work, batch)
+        plain = step.images.clone()
+        part.shape(step, work.fixed[PART])
+        seen.add(round((step.images.std() / plain.std()).item(), 3))
+    assert len(seen) == 2
+
+
+def test_it_predicts_with_the_pools_mean_and_so_do_clients() -> None:
+    learner = made()
+    state = learner.method.start()
+    state |= {POOL: pool((0.2, 0.1), (0.4, 0.3)), MEAN: pool((0.3, 0.25))[0]}
+    client = client_of(learner, LABELS[:6])
+    learner.receive(learner.method.deploy(state))
+    unit = torch.from_numpy(client.data.samples(slice(None))).float() / 255
+    learner.model.eval()
+    with torch.no_grad():
+        expected = torch.sigmoid(learner.model((unit - 0.3) / 0.25))
+    torch.testing.assert_close(learner.predict(client.data, 0, 6), expected, atol=1e-5, rtol=1e-4)
+    work = work_of(learner, client, learner.method.send(state, peer_of(0, 3), 1))
+    work.seeing = learner.method.overriding("inputs")
+    torch.testing.assert_close(work.look().probabilities, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(work.look(features=True).probabilities, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_images_of_one_colour_are_no_division_by_zero() -> None:
+    learner = made()
+    tensors = learner.method.start() | {POOL: pool((0.5, 0.0))}
+    step = step_of(learner, work_of(learner, client_of(learner, LABELS[:4]), Message(tensors)))
+    assert torch.isfinite(step.images).all() and step.images.abs().max() <= 0.5 / 1e-3 + 1
+
+
+@pytest.mark.parametrize("pixels", [{}, {"model__pixel_mean": (0.4, 0.5, 0.6), "model__pixel_std": (0.2, 0.3, 0.4)}])
+def test_with_the_tasks_own_pair_alone_it_is_fedavg_bit_for_bit(pixels: dict[str, Any]) -> None:
+    learner = made(**pixels)
+    plain = learner_of(small(**pixels), shape=(3, 8, 8), clients=4)
+    state = learner.method.start()
+    assert state[POOL].shape == (1, 2, 3) and torch.equal(state[POOL][0], state[MEAN])
+    sent = learner.method.send(state, peer_of(0, 3), 1)
+    reply = learner.train(client_of(learner, LABELS), sent, {})
+    other = plain.train(client_of(plain, LABELS), plain.method.send(plain.method.start(), peer_of(0, 3), 1), {})
+    assert torch.equal(reply["weights"], other["weights"])
+    assert learner.method.refuse(sent, reply, 1) is None
+
+
+def test_a_saved_model_predicts_as_it_did(tmp_path: Path) -> None:
+    result = run(
+        small(method__name="fedrdn", data__limit=80, partition__clients=2, training__rounds=1), tmp_path / "run"
+    )
+    assert MEAN in result.weights
+    images = np.random.default_rng(0).integers(0, 256, (5, *result.summary["sample_shape"]), dtype=np.uint8)
+    loaded = load_run(tmp_path / "run")
+    mean, deviation = result.weights[MEAN]
+    model = loaded.learner.model.eval()
+    with torch.no_grad():
+        expected = torch.sigmoid(model((torch.from_numpy(images).float() / 255 - mean) / deviation))
+    np.testing.assert_allclose(loaded.predict(images), expected.numpy(), atol=1e-5)
+    with torch.no_grad():
+        plain = torch.sigmoid(model(loaded.learner.task.inputs(torch.from_numpy(images))))
+    assert not np.allclose(loaded.predict(images), plain.numpy(), atol=1e-4)
+
+
+def test_strange_statistics_are_refused() -> None:
+    learner = made()
+    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 0)
+    reply = learner.train(client_of(learner, LABELS, round=0), sent, {})
+    for value, good in ((0.0, True), (1.0, True), (-0.01, False), (1.01, False)):
+        other = Message({STATISTICS: torch.full((2, 3), value)}, reply.numbers)
+        assert (learner.method.refuse(sent, other, 0) is None) == good
+    assert "(3, 2)" in str(learner.method.refuse(sent, Message({STATISTICS: torch.ones(3, 2)}, reply.numbers), 0))
+
+
+def test_what_has_no_pixels_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'features:x.npz' has feature vectors.*or another method"):
+        small(method__name="fedrdn", data__name="features:x.npz")
+    with pytest.raises(ConfigError, match=r"kept tokens.*model\.freeze = 'none'"):
+        small(method__name="fedrdn", model__freeze="backbone")
+    small(method__name="fedrdn", model__freeze=1)
+    with pytest.raises(ConfigError, match="which views the network sees is the job of one part alone"):
+        small().changed({"method": {"name": "compose", "parts": ["prior-adjusted", PART]}})

@@ -1,0 +1,129 @@
+"""SphereFed: unit features, a fixed classifier, its calibration against NumPy's least squares on pooled features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import small
+
+from fedmll import load_run, run
+from fedmll.client import task_of
+from fedmll.data import federation
+from fedmll.engines.learner import Learner
+from fedmll.errors import ConfigError
+from fedmll.message import Message
+from fedmll.testing import client_of, experiment, learner_of, loss_of, merge, peer_of, step_of, work_of
+
+WIDE: dict[str, Any] = {"method__name": "spherefed", "model__channels": (8, 12)}
+FEW = {"data__limit": 80, "partition__clients": 2}
+LABELS = np.array([[1, 0, -1], [0, 1, 1], [-1, -1, 0], [1, 0, 1], [0, 1, -1]])
+
+
+def test_features_are_unit_and_the_rows_orthonormal_and_fixed() -> None:
+    learner = learner_of(small(**WIDE))
+    client = client_of(learner, LABELS)
+    step = step_of(learner, work_of(learner, client))
+    torch.testing.assert_close(step.features.norm(dim=1), torch.ones(5))
+    rows = learner.model.classifier
+    assert isinstance(rows, torch.Tensor)
+    torch.testing.assert_close(rows @ rows.T, torch.eye(3), atol=1e-6, rtol=0)
+    torch.testing.assert_close(step.logits, 4 * (step.features @ rows.T - 0.5))
+    assert torch.equal(learner_of(small(**WIDE)).model.classifier, rows)  # everybody builds the same
+    assert not torch.equal(learner_of(small(**WIDE, seed=1)).model.classifier, rows)
+    before = rows.clone()
+    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
+    reply = learner.train(client, sent, {})
+    assert torch.equal(learner.weights.named(reply.tensors)["classifier"], before)
+    assert not torch.equal(reply["weights"], sent["weights"])
+
+
+def test_the_loss_is_the_squared_error_of_known_scores() -> None:
+    learner = learner_of(small(**WIDE))
+    work = work_of(learner, client_of(learner, LABELS))
+    step = step_of(learner, work)
+    scores = (step.features @ learner.model.classifier.T).detach().numpy()  # type: ignore[operator]
+    y = LABELS[step.rows.numpy()]
+    assert loss_of(learner, work, step).item() == pytest.approx(((scores - y) ** 2)[y >= 0].mean(), rel=1e-5)
+
+
+def least_squares(features: np.ndarray, targets: np.ndarray, eps: float) -> np.ndarray:
+    """w_c = argmin Σ (f w − y)² + ε n ‖w‖² over the samples whose target of c is known, by lstsq."""
+    rows = []
+    for c in range(targets.shape[1]):
+        known = targets[:, c] >= 0
+        ridge = np.sqrt(eps * known.sum()) * np.eye(features.shape[1])
+        design, y = np.concatenate([features[known], ridge]), np.concatenate([targets[known, c], np.zeros(len(ridge))])
+        rows.append(np.linalg.lstsq(design, y, rcond=None)[0])
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("eps", [1e-4, 0.1])
+def test_the_closing_exchange_is_the_pooled_least_squares(eps: float, tmp_path: Path) -> None:
+    made = experiment(
+        **WIDE,
+        data__limit=100,
+        training__rounds=1,
+        method__eps=eps,
+        annotation__kind="missing",
+        annotation__missing=4,
+        engine__workers=2,
+    )
+    data = federation.build(made)
+    result = run(made, tmp_path / "run", prepared=data)
+    learner = Learner(task_of(data))
+    learner.weights.put(result.weights)
+    learner.model.eval()
+    mine = np.concatenate(data.samples)
+    with torch.no_grad():
+        features = learner.model.features(learner.task.seen(data.train, mine)).double().numpy()
+    expected = least_squares(features, data.train.labels[mine], eps)
+    np.testing.assert_allclose(result.weights["classifier"].numpy(), expected, rtol=1e-3, atol=1e-4 / eps * 1e-2)
+    loaded = load_run(tmp_path / "run")  # a calibrated model is a model like any other
+    scores = 1 / (1 + np.exp(-4 * (features @ expected.T - 0.5)))
+    np.testing.assert_allclose(loaded.predict(data.train.samples(mine)), scores, atol=2e-3)
+
+
+def test_calibration_can_be_left_out_and_changes_the_classifier_alone() -> None:
+    on, off = (run(small(**FEW, **WIDE, method__calibrated=on)) for on in (True, False))
+    assert [name for name in on.weights if not torch.equal(on.weights[name], off.weights[name])] == ["classifier"]
+    fusion = {"method": {"name": "compose", "head": "sphere", "parts": ["squared-error"]}, "model.channels": (8, 12)}
+    plain = run(small(**FEW).changed(fusion))
+    assert all(torch.equal(plain.weights[name], off.weights[name]) for name in off.weights)
+    assert on.rows[-1]["loss"] == off.rows[-1]["loss"]
+
+
+def test_a_class_that_nobody_knows_keeps_its_row() -> None:
+    learner = learner_of(small(**WIDE))
+    labels = LABELS.copy()
+    labels[:, 1] = -1
+    state, number = learner.method.start(), learner.task.rounds + 1
+    sent = learner.method.send(state, peer_of(0, 3), number)
+    reply = learner.train(client_of(learner, labels, round=number), sent, {})
+    assert learner.method.refuse(sent, reply, number) is None
+    after, _ = merge(learner.method, state, [(peer_of(0, 3), reply)], number)
+    old, new = (learner.weights.named(tensors)["classifier"] for tensors in (state, after))
+    assert torch.equal(old[1], new[1])
+    assert not torch.equal(old[0], new[0]) and not torch.equal(old[2], new[2])
+    lie = Message(reply.tensors | {"calibration/gram": reply["calibration/gram"].triu()}, reply.numbers)
+    assert "not symmetric" in str(learner.method.refuse(sent, lie, number))
+
+
+def test_nothing_is_asked_before_the_end() -> None:
+    learner = learner_of(small(**WIDE))
+    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 2)  # the last round of two
+    reply = learner.train(client_of(learner, LABELS, round=2), sent, {})
+    assert learner.method.refuse(sent, reply, 2) is None
+    assert set(reply.tensors) == {"weights", "counters"}
+    assert learner.method.closes and not learner.method.opens
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"3 orthonormal rows need features at least 3 wide.*gives 2"):
+        learner_of(small(method__name="spherefed", model__channels=(4, 2)))
+    assert learner_of(small(method__name="spherefed", model__channels=(4, 3))).model.width == 3
+    with pytest.raises(ConfigError, match="'calibration' needs a head with sphere, which 'linear' has not"):
+        small().changed({"method": {"name": "compose", "parts": ["known", "calibration"]}})
