@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
-from fedmll.methods.fedmlp import log_prior_odds
 from fedmll.methods.parts.prototypes import local_prototypes
+from fedmll.methods.parts.semi_supervised import log_prior_odds
 from fedmll.testing import loss_of, merge, peer_of, reply_of, step_of, work_of
 
 # Eq. 3 and 4

@@ -18,15 +18,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from fedmll import registry
 from fedmll.client import Step, Work
-from fedmll.errors import ConfigError
 from fedmll.methods.contract import option
 from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.basic import Absent, Supervision
+from fedmll.methods.parts.semi_supervised import local_odds, refuse_unknown_view
 from fedmll.methods.parts.tags import Staged, Tags
 
 if TYPE_CHECKING:
@@ -50,17 +48,11 @@ class PriorAdjusted(Staged, Supervision):
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, where: str) -> None:
-        try:
-            registry.find("augmentation", options.view)
-        except ConfigError as error:
-            raise ConfigError(f"{where}view: {error}") from None
+        refuse_unknown_view(options.view, where)
 
     def prepare(self, work: Work) -> Any:
-        annotated, labels = (work.client.targets >= 0).any(0), work.targets
-        among = torch.where(annotated, (labels >= 0).sum(0), len(labels))  # a class with tags alone: of all samples
-        odds = log_prior_odds((labels == 1).sum(0), among, len(labels))
         views = 1 if self.second_stage(work.round) or not work.client.data.is_images else 2
-        return Prior(odds, views, super().prepare(work))
+        return Prior(local_odds(work), views, super().prepare(work))
 
     def shape(self, step: Step, mine: Prior) -> None:
         step.show([step.batch.view(self.options.view) for _ in range(mine.views)])
@@ -111,9 +103,3 @@ class FedMLP(Method):
         "mld": "tags", "wpc": "partial_loss", "cr": "consistency", "st": "adaptive", "t1": "first_stage",
         "T0": "negative_share", "T1": "positive_share", "L": "low", "R": "high",
     }  # fmt: skip
-
-
-def log_prior_odds(positives: Tensor, among: Tensor, samples: int) -> Tensor:
-    """log π − log(1−π), π = positives / among, kept 1/(2 samples) away from 0 and 1: added to a logit it is Eq. 3."""
-    prior = (positives / among).clamp(1 / (2 * samples), 1 - 1 / (2 * samples))
-    return torch.log(prior) - torch.log1p(-prior)

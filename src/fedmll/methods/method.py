@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "Method", "Recipe", "switch"]
 
 P = TypeVar("P", bound=Part)
-
 START = Choice("start", {"seed": None, "ridge": Ridge}, "what the head starts from: the seed, or the exact ridge head")
 
 
@@ -41,6 +40,11 @@ class Method:
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    setting: ClassVar[tuple[str, ...]] = ("skew",)
+    up: ClassVar[str] = ""
+    down: ClassVar[str] = ""
+    remembers: ClassVar[str] = ""
     head: ClassVar[type[Head]] = Linear
     parts: ClassVar[tuple[type[Part] | Choice, ...]] = (Absent,)
     average: ClassVar[type[Part] | Choice] = Mean

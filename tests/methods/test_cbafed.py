@@ -1,0 +1,170 @@
+"""CBAFed: thresholds and pseudo labels by hand, the average by labels used, residual mixing, the parent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import same_bits
+from scipy.special import expit
+from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, stopped_and_resumed
+
+from fedmll import run
+from fedmll.errors import ConfigError
+from fedmll.message import Message
+from fedmll.methods.cbafed import LabelsUsed
+from fedmll.testing import experiment, loss_of, merge, peer_of, reply_of, step_of, work_of
+
+
+def thresholds(values: list[float]) -> Message:
+    return Message({"labels-used/thresholds": torch.tensor(values)})
+
+
+def replies(learner: Any, used: list[list[float]], sizes: list[float]) -> list[Any]:
+    """Client k's model is k + 1 everywhere."""
+    model = learner.weights.dump()
+    return [
+        (peer_of(k, 3), Message(model | {"weights": torch.full_like(model["weights"], k + 1.0),
+                                         "labels-used/used": torch.tensor(share)}, {"samples": size}))
+        for k, (share, size) in enumerate(zip(used, sizes, strict=True))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [
+        ([50, 50, 50], [1 / 3 + 0.45] * 3),
+        ([60, 30, 10], [0.6 + 0.45 - 0.2054805, 0.55, 0.55]),  # std of (0.6, 0.3, 0.1) = 0.2054805
+        ([100, 0, 0], [0.95, 0.55, 0.55]),  # 1 + 0.45 − 0.4714 = 0.9786
+        ([0, 0, 0], [0.55, 0.55, 0.55]),
+    ],
+)
+def test_thresholds_by_hand(used: list[float], expected: list[float]) -> None:
+    part = learner_for("cbafed").method.part(LabelsUsed)
+    assert part.thresholds(torch.tensor(used, dtype=torch.float64)).tolist() == pytest.approx(expected)
+
+
+def test_thresholds_before_anybody_spoke_are_those_of_equal_classes() -> None:
+    learner = learner_for("cbafed", base=0.3)
+    assert learner.method.start()["labels-used/thresholds"].tolist() == pytest.approx([1 / 3 + 0.3] * 3)
+    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
+    assert "labels-used/thresholds" in sent.tensors
+
+
+def test_the_server_counts_labels_and_averages_by_them() -> None:
+    learner = learner_for("cbafed")
+    told = replies(learner, [[1.0, 0.5, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]], [40.0, 120.0, 10.0])
+    state, records = merge(learner.method, learner.method.start(), told, 1)
+    assert records["labels_used"].tolist() == [40, 20, 60]
+    std = np.std([1 / 3, 1 / 6, 1 / 2])
+    expected = np.clip(np.array([1 / 3, 1 / 6, 1 / 2]) + 0.45 - std, 0.55, 0.95)
+    np.testing.assert_allclose(state["labels-used/thresholds"], expected, rtol=1e-6)
+    np.testing.assert_allclose(records["thresholds"], expected, rtol=1e-6)
+    assert state["weights"][0].item() == pytest.approx((60 * 1 + 60 * 2 + 1 * 3) / 121)  # no labels: as if one
+    plain = learner_for("cbafed", by_labels=False)
+    assert merge(plain.method, plain.method.start(), told, 1)[0]["weights"][0].item() == pytest.approx(310 / 170)
+
+
+def test_a_share_beyond_all_entries_is_refused() -> None:
+    learner = learner_for("cbafed")
+    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
+    (_, good), (_, bad), (_, less) = replies(learner, [[1.0, 0.0, 0.5], [1.1, 0.0, 0.5], [-0.1, 0.0, 0.5]], [9.0] * 3)
+    assert learner.method.refuse(sent, good, 1) is None
+    assert "labels-used/used" in str(learner.method.refuse(sent, bad, 1))
+    assert "labels-used/used" in str(learner.method.refuse(sent, less, 1))
+
+
+TAU = [0.52, 0.55, 0.53]
+
+
+@pytest.mark.parametrize("round", [1, 2])
+def test_the_loss_and_the_labels_used(round: int) -> None:
+    """t1 = 1: the second round has pseudo labels."""
+    learner, client = learner_for("cbafed", client=LABELS, round=round, first_stage=1)
+    work = work_of(learner, client, thresholds(TAU))
+    rows, z = batch_of(client)
+    labels, p, tau = LABELS[rows], expit(z), np.array(TAU)
+    known = labels >= 0
+    expected = -np.where(labels == 1, np.log(p), np.log(1 - p))[known].mean()
+    made = ~known & ((p > tau) | (p < 1 - tau))
+    if round == 2:
+        own = -np.where(p > 0.5, np.log(p), np.log(1 - p))
+        expected += np.mean([own[:, c][made[:, c]].mean() for c in range(3) if made[:, c].any()])
+        assert 0 < made.sum() < (~known).sum()
+    assert loss_of(learner, work).item() == pytest.approx(expected, rel=1e-5)
+    used = known.sum(0) + (made.sum(0) if round == 2 else 0)
+    assert reply_of(learner, work)["labels-used/used"].tolist() == pytest.approx((used / len(rows)).tolist())
+    assert work.claimed == (round == 2)
+
+
+def test_labels_used_are_those_of_one_epoch() -> None:
+    learner, client = learner_for(
+        "cbafed", client=LABELS, round=2, first_stage=1, training={"local_epochs": 3, "lr": 1e-9}
+    )
+    sent = Message(learner.weights.dump() | thresholds(TAU).tensors)
+    reply = learner.train(client, sent, {})
+    work = work_of(learner, client, thresholds(TAU))
+    loss_of(learner, work)
+    work.fixed["labels-used"].made *= 3
+    assert reply["labels-used/used"].tolist() == pytest.approx(reply_of(learner, work)["labels-used/used"].tolist())
+
+
+def test_pseudo_positives_count_more_where_the_loss_is_weighted() -> None:
+    learner, client = learner_for("cbafed", client=LABELS, round=2, first_stage=1, training={"loss": "weighted"})
+    work = work_of(learner, client, thresholds([0.5, 0.5, 0.5]))
+    step = step_of(learner, work)
+    part = next(part for part in learner.method.list if part.name == "adaptive-labels")
+    found = part.term(step, work.fixed[part.name]).item()
+    p = expit(step.logits.detach().double().numpy())
+    missing = step.targets.numpy() < 0
+    means = []
+    for c in range(3):
+        label, at = p[missing[:, c], c] >= 0.5, p[missing[:, c], c]
+        weight = np.clip((~label).sum() / max(label.sum(), 1), 1, 20)
+        means.append(np.mean(np.where(label, -weight * np.log(at), -np.log(1 - at))))
+    assert found == pytest.approx(np.mean(means), rel=1e-5)
+
+
+def test_residual_mixing_by_hand() -> None:
+    """Every second round; the second stage begins with round 6. The clients' model is the round's number."""
+    learner = learner_for("cbafed", rounds=12, first_stage=5, every=2, early=0.2, late=0.5)
+    state, found = learner.method.start(), []
+    for round in range(1, 11):
+        model = learner.weights.dump() | {"weights": torch.full_like(learner.weights.vector, float(round))}
+        reply = Message(model | {"labels-used/used": torch.ones(3)}, {"samples": 5.0})
+        state, _ = merge(learner.method, state, [(peer_of(0, 3), reply)], round)
+        found.append(state["weights"][0].item())
+    eighth = 0.5 * 8 + 0.5 * 6
+    assert found == pytest.approx([1, 2, 3, 0.2 * 4 + 0.8 * 2, 5, 6, 7, eighth, 9, 0.5 * 10 + 0.5 * eighth])
+    assert "residual/before" not in learner.method.send(state, peer_of(0, 3), 11).tensors
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"method.first_stage = 4 leaves no round .* 'adaptive-labels' would never"):
+        experiment(method__name="cbafed", method__first_stage=4, training__rounds=4)
+    experiment(method__name="cbafed", method__first_stage=4, training__rounds=4, method__pseudo_labels=False)
+    with pytest.raises(ConfigError, match=r"method.lowest = 0.9 is above method.highest = 0.8"):
+        experiment(method__name="cbafed", method__lowest=0.9, method__highest=0.8)
+
+
+def test_short_runs_say_what_they_made_of_the_schedule() -> None:
+    made = experiment(method__name="cbafed", training__rounds=50)
+    assert made.method.options["first_stage"] == 5
+    assert any("10 % of the rounds, as published" in note for note in made.notes)
+    assert experiment(method__name="cbafed", training__rounds=500).method.options["first_stage"] == 50
+
+
+def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
+    common = ANNOTATED | {"method__every": 1, "method__first_stage": 1}
+    parent = run(experiment(method__name="fedavg-pl", **ANNOTATED)).weights
+    off = {"method__pseudo_labels": False, "method__by_labels": False, "method__residual": False}
+    assert same_bits(run(experiment(method__name="cbafed", **off, **common)).weights, parent)
+    for name in ("method__pseudo_labels", "method__residual"):
+        assert not same_bits(run(experiment(method__name="cbafed", **off | {name: True}, **common)).weights, parent)
+
+
+def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
+    stopped_and_resumed("cbafed", tmp_path, method__every=2)

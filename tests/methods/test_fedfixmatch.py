@@ -1,0 +1,115 @@
+"""FedFixMatch: which samples are used and their loss by hand, the two views, the parent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import same_bits
+from scipy.special import expit
+from semi_builders import ANNOTATED, LABELS, learner_for, stopped_and_resumed
+
+from fedmll import run
+from fedmll.errors import ConfigError
+from fedmll.methods.fedfixmatch import FixMatch
+from fedmll.testing import experiment, loss_of, peer_of, step_of, work_of
+
+
+def part_of(learner: Any) -> FixMatch:
+    return learner.method.part(FixMatch)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        ("sample", [[0, 1, 1], [0, 0, 0], [1, 1, 1], [0, 0, 0]]),
+        ("entry", [[0, 1, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0]]),
+    ],
+)
+def test_selection_by_hand(select: str, expected: list[list[int]]) -> None:
+    p = torch.tensor([[0.5, 0.9, 0.1], [0.5, 0.9, 0.5], [0.05, 0.95, 0.81], [0.9, 0.1, 0.5]])
+    missing = torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
+    labels, used = part_of(learner_for("fedfixmatch", select=select)).labels(p, missing)
+    assert used.int().tolist() == expected
+    assert labels.tolist() == [[-1, 1, 0], [-1, 1, -1], [0, 1, 1], [1, 0, -1]]
+
+
+@pytest.mark.parametrize("select", ["sample", "entry"])
+def test_the_loss(select: str) -> None:
+    learner, client = learner_for("fedfixmatch", client=LABELS, confidence=0.55, strength=0.5, select=select)
+    work = work_of(learner, client)
+    assert work.claimed
+    step = step_of(learner, work)
+    rows, z = step.batch.rows.numpy(), step.logits.detach().double().numpy()
+    labels, weak, strong = LABELS[rows], expit(z[: len(rows)]), expit(z[len(rows) :])
+    known = labels >= 0
+    total, count = 0.0, 0
+    for i in range(len(rows)):
+        sure = (weak[i] >= 0.55) | (weak[i] <= 0.45)
+        if select == "sample" and not sure[~known[i]].all():
+            continue
+        for c in np.flatnonzero(~known[i] & sure):
+            total -= np.log(strong[i, c] if weak[i, c] > 0.5 else 1 - strong[i, c])
+            count += 1
+    assert 0 < count < (~known).sum()
+    bce = -np.where(labels == 1, np.log(weak), np.log(1 - weak))[known].mean()
+    assert loss_of(learner, work, step).item() == pytest.approx(bce + 0.5 * total / count, rel=1e-5)
+
+
+def test_labels_carry_no_gradient() -> None:
+    learner, client = learner_for("fedfixmatch", client=LABELS, confidence=0.5)
+    step = step_of(learner, work_of(learner, client))
+    step.logits.retain_grad()
+    part_of(learner).term(step, None).backward()
+    count = len(step.batch)
+    assert step.logits.grad is not None
+    assert not step.logits.grad[:count].any()
+    assert step.logits.grad[count:].any()
+
+
+def test_nobody_sure_is_the_parents_loss() -> None:
+    learner, client = learner_for("fedfixmatch", client=LABELS, confidence=1 - 1e-6)
+    work = work_of(learner, client)
+    step = step_of(learner, work)
+    assert part_of(learner).term(step, None).item() == 0
+
+
+def test_views() -> None:
+    learner, client = learner_for("fedfixmatch", client=LABELS)
+    step = step_of(learner, work_of(learner, client))
+    batch = next(iter(client.batches()))
+    assert torch.equal(step.images, torch.cat([batch.view("none"), batch.view("strong")]))
+    assert step.targets[len(batch) :].eq(-1).all()  # what is known is taught in the weak view alone
+    assert torch.equal(step.targets[: len(batch)], batch.targets)
+
+
+def test_feature_vectors_are_refused() -> None:
+    learner = learner_for("fedfixmatch")
+    learner.method.begin([peer_of(0, 3)])
+    part = learner.method.part(FixMatch)
+    part.task = replace(part.task, sample_shape=(12,))
+    with pytest.raises(ConfigError, match=r"'fixmatch' compares two views.*fedavg-pl"):
+        learner.method.begin([peer_of(0, 3)])
+
+
+def test_kept_tokens() -> None:
+    """With several kept views the two views differ; with one they are the same, and it trains too."""
+    for views, augment in ((1, "none"), (3, "weak")):
+        kept = {"model__freeze": "backbone", "model__views": views, "training__augment": augment}
+        made = experiment(method__name="fedfixmatch", **kept, **ANNOTATED)
+        assert np.isfinite(run(made).metrics["macro_auc"])
+
+
+def test_off_is_fedavg_pl() -> None:
+    parent = run(experiment(method__name="fedavg-pl", **ANNOTATED)).weights
+    on = {"method__name": "fedfixmatch", "method__confidence": 0.55, "method__select": "entry"}
+    assert same_bits(run(experiment(**on, method__pseudo_labels=False, **ANNOTATED)).weights, parent)
+    assert not same_bits(run(experiment(**on, **ANNOTATED)).weights, parent)
+
+
+def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
+    stopped_and_resumed("fedfixmatch", tmp_path, method__confidence=0.55)

@@ -1,0 +1,200 @@
+"""FedIRM: relations and their divergence by hand and in NumPy, the teacher, the ramp, the server, the parent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import same_bits
+from scipy.special import expit, rel_entr
+from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, logits_of, stopped_and_resumed
+
+from fedmll import run
+from fedmll.errors import ConfigError
+from fedmll.message import Message
+from fedmll.methods.fedirm import RelationMatching, relations, symmetric_divergence
+from fedmll.testing import experiment, loss_of, merge, peer_of, reply_of, work_of
+
+TOLD = torch.tensor([[0.9, 0.2, 0.4], [0.3, 0.8, 0.5], [0.1, 0.6, 0.7]])
+
+
+def sent(votes: tuple[bool, ...] = (True, True, True)) -> Message:
+    return Message({"relation-matching/relations": TOLD, "relation-matching/votes": torch.tensor(votes)})
+
+
+def part_of(learner: Any) -> RelationMatching:
+    return learner.method.part(RelationMatching)  # type: ignore[no-any-return]
+
+
+def test_relations_by_hand() -> None:
+    """Class 0 in two samples with the logits (2, 0) and (4, −2): σ(3/2), σ(−1/2); class 1 in none."""
+    sums, counts = torch.tensor([[6.0, -2.0], [0.0, 0.0]]), torch.tensor([2.0, 0.0])
+    np.testing.assert_allclose(relations(sums, counts, 2.0), [[expit(1.5), expit(-0.5)], [0.5, 0.5]], rtol=1e-6)
+
+
+def test_the_divergence_is_that_of_bernoulli_variables() -> None:
+    p, q = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.6, 0.5, 0.1])
+
+    def kl(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(rel_entr(a, b) + rel_entr(1 - a, 1 - b))
+
+    a, b = p.double().numpy(), q.double().numpy()
+    np.testing.assert_allclose(symmetric_divergence(p, q), (kl(a, b) + kl(b, a)) / 2, rtol=1e-5, atol=1e-7)
+    assert symmetric_divergence(torch.tensor(1.0), torch.tensor(0.0)).item() == pytest.approx(np.log(1e6), rel=1e-2)
+
+
+@pytest.mark.parametrize("round", [1, 2, 3])
+def test_a_client_sends_its_relations_from_the_end_of_the_first_stage_on(round: int) -> None:
+    learner, client = learner_for("fedirm", client=LABELS, round=round, first_stage=2, temperature=3.0)
+    work = work_of(learner, client)
+    rows, z = batch_of(client)
+    loss_of(learner, work)
+    reply = reply_of(learner, work)
+    expected = {"weights"} | ({"relation-matching/relations", "relation-matching/votes"} if round >= 2 else set())
+    assert reply.tensors.keys() - {"counters"} == expected
+    asked = learner.method.send(learner.method.start(), peer_of(0, 3), round)
+    assert learner.method.refuse(asked, reply, round) is None
+    if round >= 2:
+        labels = LABELS[rows]
+        assert reply["relation-matching/votes"].tolist() == [True, False, True]
+        for c in (0, 2):
+            row = expit(z[labels[:, c] == 1].mean(0) / 3)
+            np.testing.assert_allclose(reply["relation-matching/relations"][c], row, rtol=1e-5)
+
+
+def test_the_server_averages_rows_by_size_over_those_that_sent_them() -> None:
+    learner = learner_for("fedirm", first_stage=1)
+    model = learner.weights.dump()
+
+    def reply(value: float, votes: list[bool], size: float) -> Message:
+        own = {"relations": torch.full((3, 3), value), "votes": torch.tensor(votes)}
+        return Message(model | {f"relation-matching/{k}": t for k, t in own.items()}, {"samples": size})
+
+    told = [
+        (peer_of(0, 3), reply(0.2, [True, True, False], 30.0)),
+        (peer_of(1, 3), reply(0.6, [False, True, False], 10.0)),
+    ]
+    state, records = merge(learner.method, learner.method.start(), told, 1)
+    np.testing.assert_allclose(state["relation-matching/relations"][:, 0], [0.2, 0.3, 0.5], rtol=1e-6)
+    assert state["relation-matching/votes"].tolist() == [True, True, False]
+    assert torch.equal(records["relations"], state["relation-matching/relations"])
+    later, _ = merge(learner.method, state, [(peer_of(1, 3), reply(0.7, [False, False, True], 10.0))], 2)
+    np.testing.assert_allclose(later["relation-matching/relations"][:, 1], [0.2, 0.3, 0.7], rtol=1e-6)
+    assert later["relation-matching/votes"].tolist() == [True, True, True]
+    assert "relation-matching/relations" in learner.method.send(later, peer_of(0, 3), 2).tensors
+    assert "relation-matching/relations" not in learner.method.send(later, peer_of(0, 3), 1).tensors
+
+
+@pytest.mark.parametrize(("key", "tensor"), [("relations", 1.5 * torch.ones(3, 3)), ("votes", torch.ones(3))])
+def test_a_wrong_reply_is_refused(key: str, tensor: torch.Tensor) -> None:
+    learner, client = learner_for("fedirm", client=LABELS, round=1, first_stage=1)
+    reply = reply_of(learner, work_of(learner, client))
+    asked = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
+    assert learner.method.refuse(asked, reply, 1) is None
+    reply.tensors[f"relation-matching/{key}"] = tensor
+    assert key in str(learner.method.refuse(asked, reply, 1))
+
+
+def test_which_samples_the_teacher_is_sure_of() -> None:
+    part = part_of(learner_for("fedirm"))
+    p = torch.tensor([[0.95, 0.05, 0.99], [0.95, 0.31, 0.99], [0.71, 0.29, 0.29], [1.0, 0.0, 1.0], [0.95, 0.69, 0.99]])
+    assert part.sure(p).tolist() == [True, False, False, True, False]  # the third: an entropy of 0.60
+    loose = part_of(learner_for("fedirm", entropy=0.61))
+    assert loose.sure(p).tolist() == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("round", [3, 5, 9])
+@pytest.mark.parametrize(("relating", "consistent"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("votes", [(True, True, True), (True, False, True)])
+def test_the_loss(round: int, relating: bool, consistent: bool, votes: tuple[bool, ...]) -> None:
+    learner, client = learner_for(
+        "fedirm", client=LABELS, round=round, first_stage=2, ramp=6, view="none", confidence=0.55, entropy=0.6,
+        relations=relating, consistency=consistent,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(9)
+    teacher = learner.weights.vector + 0.1 * torch.randn(learner.weights.vector.shape, generator=generator)
+    work = work_of(learner, client, sent(votes), {"relation-matching/teacher": teacher})
+    rows, z = batch_of(client)
+    labels, p, theirs = LABELS[rows], expit(z), expit(logits_of(learner, client, teacher)[rows])
+    known = labels >= 0
+    expected = -np.where(labels == 1, np.log(p), np.log(1 - p))[known].mean()
+    weight, extra = np.exp(-5 * (1 - min(round, 6) / 6) ** 2), 0.0
+    if consistent:
+        extra += ((p - theirs) ** 2).sum(1).mean()
+    entropy = -(theirs * np.log(theirs) + (1 - theirs) * np.log(1 - theirs)).mean(1)
+    sure = ((theirs > 0.55) | (theirs < 0.45)).all(1) & (entropy < 0.6)
+    assert 0 < sure.sum() < len(rows)
+    present = np.where(known, labels == 1, theirs > 0.5) & sure[:, None]
+    distances = []
+    for c in range(3):
+        if present[:, c].any() and votes[c]:
+            row, other = expit(z[present[:, c]].mean(0) / 2), TOLD[c].double().numpy()
+            both = [rel_entr(a, b) + rel_entr(1 - a, 1 - b) for a, b in ((row, other), (other, row))]
+            distances.append(0.5 * (both[0] + both[1]).mean())
+    if relating:
+        assert distances
+        extra += np.mean(distances)
+    assert loss_of(learner, work).item() == pytest.approx(expected + weight * extra, rel=1e-5)
+
+
+def test_nobody_sure_or_nothing_received_leaves_the_relations_out() -> None:
+    found = []
+    for options, message in (({"entropy": 1e-9}, sent()), ({}, None), ({"relations": False}, sent())):
+        learner, client = learner_for("fedirm", client=LABELS, round=3, first_stage=2, view="none", **options)
+        found.append(loss_of(learner, work_of(learner, client, message)).item())
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_teacher_follows_ever_more_slowly_and_is_remembered() -> None:
+    """Decays min(1 − 1/(t+1), 0.6): 0, ½, then 0.6."""
+    learner, client = learner_for("fedirm", client=LABELS, round=2, first_stage=1, decay=0.6, training={"lr": 0.05})
+    memory: dict[str, torch.Tensor] = {}
+    start, expected = learner.weights.dump(), None
+    for decay in (0.0, 0.5, 0.6, 0.6):
+        learner.train(client, Message(start), memory)  # one step
+        now = learner.weights.vector.clone()
+        expected = now if expected is None else decay * expected + (1 - decay) * now
+        torch.testing.assert_close(memory["relation-matching/teacher"], expected)
+    assert int(memory["relation-matching/steps"]) == 4
+
+
+def test_in_the_first_stage_there_is_no_teacher() -> None:
+    learner, client = learner_for("fedirm", client=LABELS, round=1, first_stage=1)
+    memory: dict[str, torch.Tensor] = {}
+    learner.train(client, Message(learner.weights.dump()), memory)
+    assert not memory
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"method.first_stage = 4 leaves no round .* 'relation-matching' would never"):
+        experiment(method__name="fedirm", method__first_stage=4, training__rounds=4)
+    off = {"method__relations": False, "method__consistency": False}
+    experiment(method__name="fedirm", method__first_stage=4, training__rounds=4, **off)
+    with pytest.raises(ConfigError, match=r"method.view: .*'nonsense'"):
+        experiment(method__name="fedirm", method__view="nonsense")
+
+
+def test_short_runs_say_what_they_made_of_the_schedule() -> None:
+    made = experiment(method__name="fedirm", training__rounds=100)
+    assert (made.method.options["first_stage"], made.method.options["ramp"]) == (4, 6)
+    assert any("4 % of the rounds, as published" in note for note in made.notes)
+    assert any("6 % of the rounds, as published" in note for note in made.notes)
+    published = experiment(method__name="fedirm", training__rounds=500).method.options
+    assert (published["first_stage"], published["ramp"]) == (20, 30)
+
+
+def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
+    sure = ANNOTATED | {"method__confidence": 0.5, "method__entropy": 0.7, "method__first_stage": 1}
+    parent = run(experiment(method__name="fedavg-pl", **ANNOTATED)).weights
+    off = {"method__relations": False, "method__consistency": False}
+    without = run(experiment(method__name="fedirm", **off, **sure))
+    assert same_bits(without.weights, parent)
+    for name in off:
+        assert not same_bits(run(experiment(method__name="fedirm", **off | {name: True}, **sure)).weights, parent)
+
+
+def test_teachers_survive_an_interruption(tmp_path: Path) -> None:
+    stopped_and_resumed("fedirm", tmp_path, "relation-matching/teacher", "relation-matching/steps")

@@ -1,0 +1,110 @@
+"""FedLSR: its loss against NumPy, JS by hand, the schedule, the parent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import same_bits
+from scipy.spatial.distance import jensenshannon
+from scipy.special import expit, logit
+from semi_builders import ANNOTATED, LABELS, learner_for, stopped_and_resumed
+
+from fedmll import run
+from fedmll.errors import ConfigError
+from fedmll.methods.fedlsr import SelfRegularised, jensen_shannon, mixed_logits
+from fedmll.testing import experiment, loss_of, peer_of, step_of, work_of
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("round", [1, 3, 9])
+def test_the_loss(double: bool, round: int) -> None:
+    options = {"ramp": 4, "scale": 2.0, "sharpening": 1.5, "double_sigmoid": double}
+    learner, client = learner_for("fedlsr", client=LABELS, round=round, **options)
+    work = work_of(learner, client)
+    step = step_of(learner, work)
+    rows = step.batch.rows.numpy()
+    z = step.logits.detach().double().numpy()
+    one, other = z[: len(rows)], z[len(rows) :]
+    assert not np.allclose(one, other)
+    share = torch.rand((), generator=client.generator("self-regularised")).item()
+    p = share * expit(one) + (1 - share) * expit(other)
+    sharp = expit(1.5 * logit(p))
+    taught = expit(sharp) if double else sharp
+    bce = -np.where(LABELS[rows] == 1, np.log(taught), np.log(1 - taught)).mean()  # unknown is absent
+    a, b = expit(2 * one), expit(2 * other)
+    js = np.mean([jensenshannon([x, 1 - x], [y, 1 - y]) ** 2 for x, y in zip(a.flat, b.flat, strict=True)])
+    expected = bce + 0.4 * min(round / 4, 1) * js
+    assert loss_of(learner, work, step).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_first_view_is_the_trainings_and_the_second_an_augmented_one() -> None:
+    learner, client = learner_for("fedlsr", client=LABELS)
+    step = step_of(learner, work_of(learner, client))
+    batch = next(iter(client.batches()))
+    plain = batch.view("none")
+    assert torch.equal(step.images, torch.cat([plain, batch.view("weak")]))
+    assert not torch.equal(step.images[:6], step.images[6:])
+
+
+def test_divergence_by_hand() -> None:
+    """p = ¼, q = ¾: H(½) − H(¼) = ln 2 − 0.562335."""
+    found = jensen_shannon(torch.tensor([0.25, 0.5, 1.0, 0.0]), torch.tensor([0.75, 0.5, 0.0, 0.0]))
+    assert found.tolist() == pytest.approx([0.693147 - 0.562335, 0, 0.693147, 0], abs=3e-5)
+
+
+def test_mixed_logits_are_exact_where_a_probability_is_nearly_nothing() -> None:
+    one, other = torch.tensor([-60.0, 0.5, 60.0], requires_grad=True), torch.tensor([-60.0, -1.0, 60.0])
+    found = mixed_logits(one, other, 0.25)
+    middle = 0.25 * expit(0.5) + 0.75 * expit(-1.0)
+    assert found.tolist() == pytest.approx([-60.0, logit(middle), 60.0], rel=1e-5)
+    found.sum().backward()
+    assert one.grad is not None and one.grad.tolist()[0] == pytest.approx(0.25, rel=1e-4)
+    assert torch.isfinite(mixed_logits(one, other, 0.0)).all()
+
+
+def test_the_schedule() -> None:
+    learner = learner_for("fedlsr", rounds=500)
+    part = learner.method.part(SelfRegularised)
+    assert part.options.ramp == 40
+    assert [part.gamma(t) for t in (1, 20, 40, 41, 500)] == pytest.approx([0.01, 0.2, 0.4, 0.4, 0.4])
+
+
+def test_short_runs_say_what_they_made_of_the_schedule() -> None:
+    made = experiment(method__name="fedlsr", training__rounds=50)
+    assert made.method.options["ramp"] == 4
+    assert any("8 % of the rounds, as published" in note for note in made.notes)
+    assert experiment(method__name="fedlsr", training__rounds=2).method.options["ramp"] == 1
+
+
+def test_feature_vectors_are_refused() -> None:
+    learner = learner_for("fedlsr")
+    learner.method.begin([peer_of(0, 3)])
+    part = learner.method.part(SelfRegularised)
+    part.task = replace(part.task, sample_shape=(12,))
+    with pytest.raises(ConfigError, match=r"'self-regularised' compares two views.*fedavg-pl"):
+        learner.method.begin([peer_of(0, 3)])
+
+
+def test_off_is_fedavg() -> None:
+    parent = run(experiment(**ANNOTATED)).weights
+    assert same_bits(
+        run(experiment(method__name="fedlsr", method__self_regularisation=False, **ANNOTATED)).weights, parent
+    )
+    assert not same_bits(run(experiment(method__name="fedlsr", **ANNOTATED)).weights, parent)
+
+
+def test_where_another_part_teaches_what_is_unknown_it_is_not_absent() -> None:
+    learner, client = learner_for("fedlsr", client=LABELS, strength=0)
+    work = work_of(learner, client)
+    whole = loss_of(learner, work).item()
+    work = work_of(learner, client)
+    work.claimed = True
+    assert loss_of(learner, work).item() < whole
+
+
+def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
+    stopped_and_resumed("fedlsr", tmp_path)
