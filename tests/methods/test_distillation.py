@@ -22,6 +22,9 @@ CLASSES = ("a", "b", "c", "d")
 MISSING = {"annotation__kind": "missing", "annotation__missing": 4}
 
 
+STRONG: dict[str, dict[str, Any]] = {"distillation": {"distillation": {"temperature": 1.0, "first_weight": 1.0}}}
+
+
 def at_work(round: int, targets: np.ndarray = TARGETS, **changes: Any) -> tuple[Learner, Work]:
     learner = learner_of(small(**{"training__rounds": 5} | changes), CLASSES)
     return learner, work_of(learner, client_of(learner, targets, round=round))
@@ -72,6 +75,19 @@ def test_condist_by_default_follows_the_global_model_more_and_more() -> None:
         assert work.fixed["distillation"].weight == pytest.approx(weight)
     _, work = at_work(1, method__name="condist", training__rounds=1)
     assert work.fixed["distillation"].weight == 0.01
+    _, work = at_work(2, method__name="condist", training__rounds=2)
+    assert work.fixed["distillation"].weight == 1.0
+
+
+@pytest.mark.parametrize("part", ["distillation", "vacant-distillation"])
+def test_what_the_global_model_teaches_is_not_taken_for_absent(part: str) -> None:
+    """Beside FedAvg's loss, in which unknown counts as 0 otherwise."""
+    parts = [part, "absent"]
+    learner, work = at_work(1, method={"name": "compose", "parts": parts, **STRONG.get(part, {})})
+    _, gradient, teacher = loss_at(learner, work)
+    pull = sigmoid(LOGITS[:, 1]) - teacher[:, 1]  # nothing is known of b
+    counted = 5 if part == "distillation" else 6
+    np.testing.assert_allclose(gradient[:, 1], pull / counted, atol=1e-6)
 
 
 def test_fedvls_learns_vacant_classes_from_the_global_model() -> None:
