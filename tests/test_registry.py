@@ -125,7 +125,14 @@ def test_lists_and_help_are_there_at_once(words: list[str]) -> None:
 
 
 def test_the_list_of_methods_is_the_registry_s() -> None:
-    from fedmll.cli.methods import built_in
+    from fedmll.cli.methods import about, built_in, costs
 
-    known = {n: cls.summary for n, cls in registry.all_of("method").items() if n not in registry.added("method")}
-    assert built_in() == known
+    known = {n: about(cls) for n, cls in registry.all_of("method").items() if n not in registry.added("method")}
+    assert built_in() == known  # what a method inherits it must say itself
+    for name, method in known.items():
+        assert method.setting, name
+        assert set(method.setting) <= {"skew", "partial annotation", "private labels"}, name
+    lacking = known.keys() - costs().keys() - {"compose"}
+    assert not lacking, f"no measured cost of {sorted(lacking)}; run python benchmarks/method_costs.py"
+    assert costs().keys() <= known.keys()
+    assert costs()["fedavg"] == 1.0

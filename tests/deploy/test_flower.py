@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
 
 from cryptography import x509
+from every import NOT_FEDERATED, names, settings_of
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.supercore.task_identity import TaskIdentity
@@ -311,6 +312,11 @@ METHODS = [
     {"method__name": "test-drifting-slowly", "training__rounds": 3},
     {"method__name": "test-surveyed", "training__rounds": 3},
     FUSION,
+]
+METHODS += [  # a width that every head can have
+    settings_of(name) | {"model__channels": [4, 12]}
+    for name in names()
+    if name not in {*NOT_FEDERATED, *(changes.get("method__name") for changes in METHODS)}
 ]
 
 

@@ -77,6 +77,17 @@ DEFAULTS: dict[str, Rows] = {
         "temperature": (0.07, "released code of FedNCA-ML"),
         "logit_scale": (None, "FedNCA-ML, Eq. 9 has none; 10 is the released code's"),
     },
+    "condist": BY_SIZE
+    | {
+        "temperature": (2.0, "released code of ConDistFL"),
+        "first_weight": (0.01, "ConDistFL: λ grows linearly; released code: from 0.01"),
+        "last_weight": (1.0, "ConDistFL: λ grows linearly; released code: to 1"),
+    },
+    "fedvls": BY_SIZE
+    | {
+        "distill": (1.0, "released code of FedVLS: λ"),
+        "suppress": (0.005, "released code of FedVLS"),
+    },
     "fedctran": CTRAN,
     "fedlgt": CTRAN
     | {
@@ -272,6 +283,11 @@ LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("fednca-ml", "heads"): ([1, 8], [0]),
     ("fednca-ml", "temperature"): ([JUST, 5.0], [0]),
     ("fednca-ml", "logit_scale"): ([JUST, 50.0], [0]),
+    ("condist", "temperature"): ([JUST, 9.0], [0]),
+    ("condist", "first_weight"): ([0, 5.0], [-JUST]),
+    ("condist", "last_weight"): ([0, 5.0], [-JUST]),
+    ("fedvls", "distill"): ([0, 5.0], [-JUST]),
+    ("fedvls", "suppress"): ([0, 5.0], [-JUST]),
     ("fedctran", "known"): ([0, 1], [-JUST, 1 + JUST]),
     ("fedctran", "layers"): ([1, 9], [0]),
     ("fedctran", "heads"): ([1, 8], [0]),

@@ -1,7 +1,15 @@
-import numpy as np
-import torch
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
+from conftest import small
+
+from fedmll.errors import ConfigError
 from fedmll.methods import losses
+from fedmll.registry import all_of
+from fedmll.testing import client_of, learner_of, step_of, work_of
 
 LOGITS = np.array([[2.0, -1.0, 0.5], [-3.0, 0.0, 4.0]])
 TARGETS = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
@@ -52,3 +60,120 @@ def test_positive_weights_count_known_entries_only() -> None:
     assert losses.positive_weights(labels).tolist() == [3.0, 1.0, 2.0]  # 3/1; 0/3 → at least 1; 2/0 → 2/1
     many = torch.tensor([[1], *[[0]] * 50], dtype=torch.int8)
     assert losses.positive_weights(many).tolist() == [20.0]
+
+
+# ---- for missing labels
+
+STATES = torch.tensor([[1, 0, -1], [-1, -1, 0]], dtype=torch.int8)
+
+
+def for_missing(name: str, round: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Entries and, by entry, their gradient."""
+    logits = torch.tensor(LOGITS, requires_grad=True)
+    entries = losses.entrywise(name, logits, STATES, None, round)
+    (gradient,) = torch.autograd.grad(entries.sum(), logits)
+    return entries.detach().numpy(), gradient.numpy()
+
+
+def by_differences(entries: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Of entries that each depend on their own logit alone."""
+    return (entries(LOGITS + 1e-6) - entries(LOGITS - 1e-6)) / 2e-6
+
+
+def test_which_losses_are_for_missing_labels() -> None:
+    assert {name for name in all_of("loss") if losses.for_missing(name)} == {"hill", "splc", "em"}
+    for name in ("bce", "asl"):  # unknown is as 0 to the others
+        as_zero = losses.entrywise(name, torch.tensor(LOGITS), STATES.clamp(min=0))
+        assert torch.equal(losses.entrywise(name, torch.tensor(LOGITS), STATES), as_zero)
+
+
+def test_hill_by_its_formula() -> None:
+    def by_hand(z: np.ndarray) -> np.ndarray:
+        p, moved = sigmoid(z), sigmoid(z - 1)
+        return np.where(STATES == 1, -((1 - moved) ** 2) * np.log(moved), (1.5 - p) * p**2)
+
+    entries, gradient = for_missing("hill")
+    np.testing.assert_allclose(entries, by_hand(LOGITS), atol=1e-12)
+    np.testing.assert_allclose(gradient, by_differences(by_hand), atol=1e-8)
+    p = sigmoid(LOGITS)  # dL/dz = (2λp − 3p²) p (1−p) = 3p²(1−p)²: largest at ½, none where the model is sure
+    np.testing.assert_allclose(gradient[STATES != 1], (3 * p**2 * (1 - p) ** 2)[STATES != 1], atol=1e-12)
+
+
+def test_splc_teaches_unknown_targets_as_present_from_the_second_round() -> None:
+    def by_hand(z: np.ndarray, present: np.ndarray) -> np.ndarray:
+        p = sigmoid(np.where(STATES == 1, z - 1, z))
+        return np.where(present, -((1 - p) ** 2) * np.log(p), -(p**2) * np.log(1 - p))
+
+    before, after = np.array([[1, 0, 0], [0, 0, 0]]), np.array([[1, 0, 1], [0, 0, 0]])  # σ(0.5) = 0.62 > 0.6
+    for round, present in ((1, before), (2, after), (9, after)):
+        entries, gradient = for_missing("splc", round)
+        np.testing.assert_allclose(entries, by_hand(LOGITS, present), atol=1e-12)
+        np.testing.assert_allclose(gradient, by_differences(lambda z: by_hand(z, present)), atol=1e-8)  # noqa: B023
+    below = torch.tensor([[0.4]])  # σ = 0.599
+    assert losses.self_paced(below, torch.tensor([[-1]]), 2) == losses.self_paced(below, torch.tensor([[0]]), 2)
+    sure = torch.tensor([[5.0]])
+    assert losses.self_paced(sure, torch.tensor([[0]]), 2) > 4  # a known 0 stays 0, however sure the model is
+
+
+def test_em_maximises_the_entropy_of_unknown_targets() -> None:
+    def by_hand(z: np.ndarray) -> np.ndarray:
+        p = sigmoid(z)
+        entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))
+        return np.where(STATES == 1, -np.log(p), np.where(STATES == 0, -np.log(1 - p), -0.1 * entropy))
+
+    entries, gradient = for_missing("em")
+    np.testing.assert_allclose(entries, by_hand(LOGITS), atol=1e-12)
+    np.testing.assert_allclose(gradient, by_differences(by_hand), atol=1e-8)
+    assert gradient[1, 1] == 0  # at p = ½
+    assert entries[1, 1] == pytest.approx(-0.1 * np.log(2))
+
+
+@pytest.mark.parametrize("name", ["hill", "splc", "em"])
+def test_losses_for_missing_labels_are_safe_when_saturated(name: str) -> None:
+    logits = torch.tensor([[200.0, -200.0] * 3], requires_grad=True)
+    losses.entrywise(name, logits, torch.tensor([[1, 1, 0, 0, -1, -1]]), None, 2).sum().backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+
+
+TARGETS_OF_A_BATCH = [[1, -1, 0], [-1, -1, 1]]
+
+
+@pytest.mark.parametrize("name", ["hill", "splc", "em"])
+def test_every_supervision_counts_all_entries_with_such_a_loss(name: str) -> None:
+    """Also the one that otherwise leaves unknown ones out; in the second round."""
+    found = {}
+    for method in ("fedavg", "fedavg-pl", "fedctran"):
+        learner = learner_of(small(method__name=method, training__loss=name))
+        work = work_of(learner, client_of(learner, np.array(TARGETS_OF_A_BATCH), round=2))
+        step = step_of(learner, work)
+        step.logits = torch.tensor(LOGITS, dtype=torch.float32)[step.rows]
+        if method == "fedctran":
+            step.states = torch.tensor([[-1, -1, 0], [-1, -1, -1]])[step.rows]
+        found[method] = learner.loss(step).item()
+    entries = losses.entrywise(name, torch.tensor(LOGITS), torch.tensor(TARGETS_OF_A_BATCH), None, 2)
+    assert found["fedavg"] == pytest.approx(entries.mean().item(), abs=1e-6)
+    assert found["fedavg-pl"] == pytest.approx(entries.mean().item(), abs=1e-6)
+    assert found["fedctran"] == pytest.approx(entries.sum().item() - entries[0, 2].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method__name": "fedmlp", "training__loss": "em"}, "'em'.*'prior-adjusted' says otherwise"),
+        ({"method__name": "condist", "training__loss": "hill"}, "'hill'.*'distillation' says otherwise"),
+        ({"method__name": "private-fedavg", "training__loss": "asl", "data__name": "digits"}, "'softmax' has its own"),
+        ({"method__name": "fed-ridge", "training__loss": "asl"}, "'asl'.*fed-ridge solves"),
+        ({"training__loss": "splc", "training__rounds": 1}, "'splc'.*round 2.*training.rounds is 1"),
+        ({"method__name": "centralized", "method__of": "condist", "training__loss": "splc"}, "'distillation'"),
+    ],
+)
+def test_a_loss_that_makes_no_sense_there_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        small(**changes)
+
+
+def test_losses_of_known_entries_go_with_parts_that_teach_the_unknown_ones() -> None:
+    assert small(method__name="condist", training__loss="asl").training.loss == "asl"
+    assert small(method__name="fedmlp", training__loss="weighted").training.loss == "weighted"
+    assert small(training__loss="splc").training.loss == "splc"

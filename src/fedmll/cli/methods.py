@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +17,27 @@ from rich.markup import escape
 from fedmll import registry
 from fedmll.cli.options import Plugins, load_files
 from fedmll.cli.tables import console, options_table, plain_table
+
+NOTHING = "–"
+HEADINGS = {
+    "up": "up, beside the weights",
+    "down": "down, beside the weights",
+    "cost": "cost of a round, FedAvg's being 1",
+}
+NARROW, WIDE = 120, 190  # columns of a terminal: below the one and from the other on
+
+
+@dataclass(frozen=True)
+class About:
+    """What a method says of itself, under the names that it has there."""
+
+    name: str
+    summary: str
+    paper: str = ""
+    setting: tuple[str, ...] = ("skew",)
+    up: str = ""
+    down: str = ""
+    remembers: str = ""
 
 
 def register(app: typer.Typer) -> None:
@@ -30,33 +54,76 @@ def methods(
         return
     known = built_in()
     if plugins or registry.installed():
-        known |= {name: cls.summary for name, cls in registry.all_of("method").items()}
-    console.print(plain_table("methods", ("name", "what it does"), sorted(known.items()), words=True))
+        known |= {name: about(cls) for name, cls in registry.all_of("method").items()}
+    width = console.width
+    rows = [cells(known[name]) for name in sorted(known)]
+    header = ["name", *(["what it does"] if not NARROW <= width < WIDE else [])]
+    header += [
+        key for key in rows[0] if key not in ("name", "what it does", "cost") and (key == "for" or width >= NARROW)
+    ]
+    table = plain_table(
+        "methods", [*header, "cost"], [[row[key] for key in (*header, "cost")] for row in rows], words=True
+    )
+    table.caption = (
+        "up, down: beside the weights. cost: CPU time of a round relative to FedAvg's, as benchmarks/method_costs.py "
+        f"measured it.{'' if width >= WIDE else ' More in a wider terminal, and of one with `fedmll methods NAME`.'}"
+    )
+    table.caption_justify = "left"
+    console.print(table)
 
 
-def built_in() -> dict[str, str]:
-    """Name → summary, read from the source: importing the methods takes seconds, as they need torch."""
-    found: dict[str, str] = {}
+def cells(method: About) -> dict[str, str]:
+    """By heading."""
+    cost = costs().get(method.name)
+    found = {
+        "name": method.name,
+        "what it does": method.summary,
+        "paper": method.paper,
+        "for": ", ".join(method.setting),
+        "up": method.up,
+        "down": method.down,
+        "a client keeps": method.remembers,
+        "cost": "" if cost is None else f"{cost:.1f}",
+    }
+    return {heading: escape(text) or NOTHING for heading, text in found.items()}
+
+
+def about(method: Any) -> About:
+    return About(**{key: getattr(method, key) for key in About.__dataclass_fields__})
+
+
+def folder() -> Path:
     spec = find_spec("fedmll.methods")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for file in sorted(Path(folder).glob("*.py")):
-            for node in ast.parse(file.read_text()).body:
-                if isinstance(node, ast.ClassDef):
-                    said = dict(filter(None, map(_literal, node.body)))
-                    if said.get("name") and said.get("summary") and not said["name"].startswith("_"):
-                        found[said["name"]] = said["summary"]
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
+
+
+def costs() -> dict[str, float]:
+    """Of a round, relative to FedAvg's, by method: measured, and not of plug-ins."""
+    found: dict[str, float] = tomllib.loads((folder() / "costs.toml").read_text())["relative"]
     return found
 
 
-def _literal(node: ast.stmt) -> tuple[str, str] | None:
-    """`name = "text"`, also with a type."""
-    target = (
-        node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
-    )
-    value = getattr(node, "value", None)
-    if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str):
-        return target.id, value.value
-    return None
+def built_in() -> dict[str, About]:
+    """Read from the source: importing the methods takes seconds, as they need torch."""
+    found: dict[str, About] = {}
+    for file in sorted(folder().glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                said = dict(literals(node))
+                if said.get("name") and said.get("summary") and not said["name"].startswith("_"):
+                    found[said["name"]] = About(**said)
+    return found
+
+
+def literals(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
+    """`name = "text"` and the like, also with a type."""
+    for line in node.body:
+        if isinstance(line, ast.Assign | ast.AnnAssign) and line.value is not None:
+            target = line.targets[0] if isinstance(line, ast.Assign) else line.target
+            if isinstance(target, ast.Name) and target.id in About.__dataclass_fields__:
+                yield target.id, ast.literal_eval(line.value)
 
 
 def show(name: str) -> None:
@@ -64,6 +131,9 @@ def show(name: str) -> None:
 
     method: Any = registry.find("method", name)
     console.print(escape((sys.modules[method.__module__].__doc__ or method.summary).strip()), highlight=False)
+    for heading, text in cells(about(method)).items():
+        if heading != "name" and text != NOTHING:
+            console.print(f"{HEADINGS.get(heading, heading)}: {text}", highlight=False)
     title = escape(f"[method] name = '{name}'")
     for group, options in described(method):
         console.print(escape(group), highlight=False) if group else None

@@ -30,6 +30,8 @@ OF = option(DEFAULT, "the method that it bounds; the options of that method may 
 class Centralized(Method):
     name = "centralized"
     summary = "all data and all labels in one place, best round on validation data: the upper bound of the method `of`"
+    setting = ("skew", "partial annotation", "private labels")
+    up = "all data, to one place"
     keep = "best"
     pooled = True
 

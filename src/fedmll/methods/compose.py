@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 class Compose(Method):
     name = "compose"
     summary = "a head, parts and an average of your choice, by name"
+    setting = ("skew", "partial annotation", "private labels")
+    up = "what its parts send"
+    down = "what its parts send"
+    remembers = "what its parts keep"
 
     class Options(PartOptions):
         head: str = option("linear", "a head")

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -123,6 +123,7 @@ class Part(Piece):
     exchanges: ClassVar[frozenset[str]] = frozenset()  # "opening", "closing": asked for beside the rounds (`survey`)
     sends: ClassVar[tuple[str, ...]] = ()  # what of its state every client receives …
     returns: ClassVar[tuple[str, ...]] = ()  # … and what of that comes back, in the same shape
+    losses: ClassVar[Literal["all", "known", "own"]] = "own"  # of a part that teaches targets: which `training.loss`
     every_class: ClassVar[bool] = False  # its messages speak of all classes
     private: ClassVar[bool] = False  # of an average: clients know their own classes only
     alone: ClassVar[bool] = False  # of an average: there is no common model, each client has its own

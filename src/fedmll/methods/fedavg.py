@@ -10,3 +10,4 @@ from fedmll.methods.method import Method
 class FedAvg(Method):
     name = "fedavg"
     summary = "BCE over all classes, unknown = 0; average by size"
+    paper = "McMahan et al., AISTATS 2017"

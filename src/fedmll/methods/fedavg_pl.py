@@ -7,4 +7,6 @@ from fedmll.methods.parts.basic import Known
 class FedAvgPL(Method):
     name = "fedavg-pl"
     summary = "BCE over the known targets only; average by size"
+    paper = "baseline of Sun et al., 2024"
+    setting = ("partial annotation",)
     parts = (Known,)

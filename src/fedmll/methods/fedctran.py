@@ -46,12 +46,13 @@ class LabelMask(Supervision):
     def term(self, step: Step, mine: Drawn) -> Tensor:
         """Eq. 5."""
         assert step.states is not None
-        return (self.entries(step, step.logits, mine.weights) * ((step.states < 0) & (step.targets >= 0))).sum()
+        return (self.entries(step, step.logits, mine.weights) * ((step.states < 0) * self.counted(step))).sum()
 
 
 class FedCTran(Method):
     name = "fedctran"
     summary = "C-Tran: image and label tokens in a transformer, label mask training; average by size"
+    paper = "Lanchantin et al., CVPR 2021"
     head = CTranHead
     parts = (LabelMask,)
     published: ClassVar[dict[str, Any]] = {

@@ -117,6 +117,9 @@ class ByQuality(Merger):
 class FedHarmony(Method):
     name = "fedharmony"
     summary = "align each client's label correlations with the others' consensus; average by size and agreement"
+    paper = "Kou et al., CVPR 2026"
+    up = "R_k, correlations of its predictions (C × C), and its blocks"
+    down = "R*_k, the others' consensus (C × C)"
     parts = (switch("alignment", Align, "Eq. 4"), Absent)
     average = switch("aggregation", ByAgreement, "Eq. 9–10", otherwise=Mean)
     published: ClassVar[dict[str, Any]] = {

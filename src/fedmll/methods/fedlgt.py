@@ -52,6 +52,7 @@ class ClientAwareMask(Part):
 class FedLGT(Method):
     name = "fedlgt"
     summary = "FedC-Tran with frozen text embeddings of the labels; learns most where the global model is uncertain"
+    paper = "Liu et al., AAAI 2024"
     head = TextQuery
     parts = (LabelMask, switch("ca_mle", ClientAwareMask, "client-aware masked label embedding (Eq. 4)"))
     published: ClassVar[dict[str, Any]] = FedCTran.published

@@ -42,6 +42,7 @@ class PriorAdjusted(Staged, Supervision):
 
     name = "prior-adjusted"
     jobs = frozenset({"targets", "views"})
+    losses = "known"
 
     class Options(Staged.Options):
         view: str = option("weak", "the augmentation of its views; two of them in the first stage")
@@ -84,6 +85,11 @@ class Consistency(Staged):
 class FedMLP(Method):
     name = "fedmlp"
     summary = "partial annotation: prior-adjusted partial loss, prototype tags, consistency with the global model"
+    paper = "Sun et al., 2024"
+    setting = ("partial annotation",)
+    up = "two prototypes a class, how sure it is, number of tags"
+    down = "global prototypes, difficulty of the classes"
+    remembers = "its tags (samples × classes)"
     parts = (
         switch("tags", Tags, "mld, missing label detection (Eq. 5–9)"),
         switch("partial_loss", PriorAdjusted, "wpc, the weighted partial class loss (Eq. 3–4)", otherwise=Absent),

@@ -82,6 +82,7 @@ class Contrast(Part):
 class FedNcaMl(Method):
     name = "fednca-ml"
     summary = "class-wise features, fixed simplex-ETF classifier, rejection and contrast losses; equal weights"
+    paper = "Peng et al., 2025"
     head = EtfLadm
     parts = (Known, switch("neg", Rejection, "L_neg (Eq. 12)"), switch("pos", Contrast, "L_pos (Eq. 13)"))
     published: ClassVar[dict[str, Any]] = {

@@ -11,4 +11,5 @@ from fedmll.methods.parts.proximal import Proximal
 class FedProx(Method):
     name = "fedprox"
     summary = "FedAvg + μ/2‖w − w_g‖²"
+    paper = "Li et al., MLSys 2020"
     parts = (Absent, Proximal)

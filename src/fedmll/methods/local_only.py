@@ -41,5 +41,9 @@ class Alone(Part):
 class LocalOnly(Method):
     name = "local-only"
     summary = "every client alone, nothing is exchanged: what a federation is worth"
+    setting = ("skew", "partial annotation", "private labels")
+    up = "nothing, no weights either"
+    down = "nothing, no weights either"
+    remembers = "its own model"
     parts = (Known,)
     average = Alone

@@ -19,7 +19,7 @@ from fedmll.methods.heads import Linear
 from fedmll.methods.merging import Merging
 from fedmll.methods.parts.basic import Absent, Mean
 from fedmll.methods.parts.ridge import Ridge
-from fedmll.methods.recipe import Choice, Recipe, stood_on, switch
+from fedmll.methods.recipe import Choice, Recipe, refuse_rivals, stood_on, switch
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat import FlatWeights
 from fedmll.models.frozen import fit_out
@@ -40,11 +40,11 @@ class Method:
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
-    setting: ClassVar[tuple[str, ...]] = ("skew",)
-    up: ClassVar[str] = ""
+    paper: ClassVar[str] = ""  # authors, venue, year
+    setting: ClassVar[tuple[str, ...]] = ("skew",)  # what it is for: skew, partial annotation, private labels
+    up: ClassVar[str] = ""  # what travels beside the weights, in words …
     down: ClassVar[str] = ""
-    remembers: ClassVar[str] = ""
+    remembers: ClassVar[str] = ""  # … and what a client keeps between its rounds
     head: ClassVar[type[Head]] = Linear
     parts: ClassVar[tuple[type[Part] | Choice, ...]] = (Absent,)
     average: ClassVar[type[Part] | Choice] = Mean
@@ -62,25 +62,12 @@ class Method:
         super().__init_subclass__()
         if not cls.__dict__.get("name"):
             return
-        cls._refuse_rivals()
+        refuse_rivals(cls.name, (cls.head, *cls.every_part()))
         fields: dict[str, Any] = {entry.option: entry.field for entry in cls.choices()}
         bases = dict.fromkeys((cls.Options, cls.head.Options, *(part.Options for part in cls.every_part())))
         bases.pop(PartOptions, None)
         cls.Options = create_model("Options", __base__=tuple(bases) or PartOptions, **fields)
         registry.register("method", cls.name)(cls)
-
-    @classmethod
-    def _refuse_rivals(cls) -> None:
-        """Parts may share an option that is the same; two of one name that are not would hide each other."""
-        seen: dict[str, tuple[type[Piece], str]] = {}
-        for piece in (cls.head, *cls.every_part()):
-            for name, field in piece.Options.model_fields.items():
-                other, meaning = seen.setdefault(name, (piece, repr(field)))
-                if meaning != repr(field):
-                    raise ConfigError(
-                        f"In '{cls.name}' both '{other.name}' and '{piece.name}' have an option '{name}', and "
-                        "they are not the same. Put them together with `compose`, where each has a table of its own."
-                    )
 
     # ---- what an experiment asks of the class
 
@@ -158,6 +145,7 @@ class Method:
     def check(cls, experiment: Experiment) -> None:
         """Refuse (ConfigError) settings that it cannot work with."""
         options = cls.options_class(experiment.method.options)(**experiment.method.options)
+        cls.recipe(options).check_loss(experiment.training)
         for piece, own in cls.pieces(options):
             piece.check(own, experiment, cls.where(piece))
 

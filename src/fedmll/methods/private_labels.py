@@ -40,6 +40,7 @@ class Softmax(Supervision):
     """One label a sample: softmax over the outputs; samples without a known label are left out."""
 
     name = "softmax"
+    losses = "own"
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, where: str) -> None:
@@ -96,6 +97,10 @@ class Counting(Merger):
 class PrivateFedAvg(Method):
     name = "private-fedavg"
     summary = "FedAvg by label: a client sees and sends only the classifier rows of its own label set"
+    paper = "Breitholtz et al., 2025"
+    setting = ("private labels",)
+    up = "of the head only the rows of its labels"
+    down = "of the head only the rows of its labels"
     head = LinearByName
     parts: ClassVar[tuple[type[Part] | Choice, ...]] = (
         Coverage,
@@ -118,4 +123,8 @@ class PrivateFedAvg(Method):
 class PrivateFedProx(PrivateFedAvg):
     name = "private-fedprox"
     summary = "private-fedavg + μ/2‖w − w_g‖² over what the client received"
+    paper = "Breitholtz et al., 2025"
+    setting = ("private labels",)
+    up = "of the head only the rows of its labels"
+    down = "of the head only the rows of its labels"
     parts = (Proximal, *PrivateFedAvg.parts)

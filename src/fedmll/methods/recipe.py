@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from fedmll import registry
 from fedmll.errors import ConfigError
+from fedmll.methods import losses
 from fedmll.methods.contract import Head, Part, Piece, option
+from fedmll.settings import Training
 
 JOBS = {
     "targets": "how targets are taught",
@@ -41,6 +43,19 @@ def switch(name: str, part: type[Part], meaning: str, otherwise: type[Part] | No
 def stood_on(part: type[Part]) -> list[type[Part]]:
     """The part after all that it stands on."""
     return [*dict.fromkeys(deeper for needed in part.requires for deeper in stood_on(needed)), part]
+
+
+def refuse_rivals(method: str, pieces: Iterable[type[Piece]]) -> None:
+    """Parts may share an option that is the same; two of one name that are not would hide each other."""
+    seen: dict[str, tuple[type[Piece], str]] = {}
+    for piece in pieces:
+        for name, field in piece.Options.model_fields.items():
+            other, meaning = seen.setdefault(name, (piece, repr(field)))
+            if meaning != repr(field):
+                raise ConfigError(
+                    f"In '{method}' both '{other.name}' and '{piece.name}' have an option '{name}', and they are not "
+                    "the same. Put them together with `compose`, where each has a table of its own."
+                )
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,23 @@ class Recipe:
         if not any("targets" in part.jobs for part in self.parts):
             able = sorted(name for name, part in registry.all_of("part").items() if "targets" in part.jobs)
             raise ConfigError(f"No part says how targets are taught; add one of {', '.join(able)}.")
+
+    def check_loss(self, training: Training) -> None:
+        """Refuse (ConfigError) a `training.loss` that its parts would leave out, or teach otherwise."""
+        teacher = next(part for part in self.parts if "targets" in part.jobs)
+        setting = f"training.loss = '{training.loss}'"
+        if training.loss != "bce" and teacher.losses == "own":
+            raise ConfigError(f"{setting} would change nothing: the part '{teacher.name}' has its own. Leave it out.")
+        if not losses.for_missing(training.loss):
+            return
+        other = teacher if teacher.losses == "known" else next((p for p in self.parts if "unknown" in p.jobs), None)
+        if other is not None:
+            raise ConfigError(
+                f"{setting} says what unknown targets teach, and the part '{other.name}' says otherwise; they cannot "
+                "work together. Use another loss (bce, weighted, asl), or a method without that part, fedavg say."
+            )
+        if training.loss == "splc" and training.rounds == 1:
+            raise ConfigError(f"{setting} finds missing labels from round 2 on; training.rounds is 1. Raise it.")
 
     @classmethod
     def of(cls, head: type[Head], parts: Iterable[type[Part]], average: type[Part]) -> Recipe:

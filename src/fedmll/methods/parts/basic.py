@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class Supervision(Part):
     """How targets are taught: `training.loss` by entry, and which entries count."""
 
     jobs = frozenset({"targets"})
+    losses: ClassVar[Literal["all", "known", "own"]] = "all"
 
     def prepare(self, work: Work) -> Tensor | None:
         """The weights of positives, where the loss wants them."""
@@ -27,7 +28,12 @@ class Supervision(Part):
         return losses.positive_weights(work.client.targets) if weighted else None
 
     def entries(self, step: Step, logits: Tensor, weights: Tensor | None) -> Tensor:
-        return losses.entrywise(self.task.experiment.training.loss, logits, step.present, weights)
+        loss = self.task.experiment.training.loss
+        return losses.entrywise(loss, logits, step.targets, weights, step.work.round)
+
+    def counted(self, step: Step) -> Tensor:
+        """1.0 where an entry teaches something: what is known, and all if the loss is for missing labels."""
+        return torch.ones_like(step.known) if losses.for_missing(self.task.experiment.training.loss) else step.known
 
 
 class Absent(Supervision):
@@ -41,12 +47,12 @@ class Absent(Supervision):
 
 
 class Known(Supervision):
-    """The mean over the entries whose target is known."""
+    """The mean over the entries whose target is known; over all with a loss for missing labels."""
 
     name = "known"
 
     def term(self, step: Step, mine: Tensor | None) -> Tensor:
-        return losses.masked_mean(self.entries(step, step.logits, mine), step.known)
+        return losses.masked_mean(self.entries(step, step.logits, mine), self.counted(step))
 
 
 class Mean(Part):

@@ -115,6 +115,12 @@ def refuse_unknown_view(name: str, where: str, key: str = "view") -> None:
         raise ConfigError(f"{where}{key}: {error}") from None
 
 
+def tempered(probabilities: Tensor, temperature: float) -> Tensor:
+    """σ(z/T) of σ(z): what a teacher says at a temperature."""
+    yes, no = probabilities.pow(1 / temperature), (1 - probabilities).pow(1 / temperature)
+    return yes / (yes + no)
+
+
 def pseudo_targets(probabilities: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
     """1 where p ≥ high, 0 where p ≤ low, else -1: unknown."""
     targets = torch.full(probabilities.shape, -1, dtype=torch.int8, device=probabilities.device)

@@ -1,0 +1,146 @@
+"""ConDistFL and FedVLS against values worked out here in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import same_bits, sigmoid
+from conftest import small
+
+from fedmll.client import Work
+from fedmll.engines.learner import Learner
+from fedmll.methods.parts.semi_supervised import tempered
+from fedmll.running.loop import run
+from fedmll.testing import client_of, learner_of, step_of, work_of
+
+TARGETS = np.array([[1, -1, 0, 0], [-1, -1, 1, 0], [0, -1, 1, -1]])
+LOGITS = np.array([[1.0, -2.0, 0.5, 0.3], [0.0, 3.0, -1.0, 2.0], [-0.5, 1.5, 0.7, -1.2]])
+CLASSES = ("a", "b", "c", "d")
+MISSING = {"annotation__kind": "missing", "annotation__missing": 4}
+
+
+STRONG: dict[str, dict[str, Any]] = {"distillation": {"distillation": {"temperature": 1.0, "first_weight": 1.0}}}
+
+
+def at_work(round: int, targets: np.ndarray = TARGETS, **changes: Any) -> tuple[Learner, Work]:
+    learner = learner_of(small(**{"training__rounds": 5} | changes), CLASSES)
+    return learner, work_of(learner, client_of(learner, targets, round=round))
+
+
+def loss_at(learner: Learner, work: Work) -> tuple[float, np.ndarray, np.ndarray]:
+    """The loss of a batch whose logits are LOGITS, its gradient, and what the teacher says."""
+    step = step_of(learner, work)
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    step.logits = logits[step.rows]
+    loss = learner.loss(step)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    model = learner.model.eval()
+    with torch.no_grad():
+        teacher = torch.sigmoid(model(next(iter(work.client.scan())).images))
+    return loss.item(), gradient.numpy(), teacher.double().numpy()
+
+
+def cross_entropy(p: np.ndarray, target: np.ndarray) -> np.ndarray:
+    return -(target * np.log(p) + (1 - target) * np.log(1 - p))
+
+
+def test_a_teacher_at_a_temperature() -> None:
+    z = np.array([-3.0, 0.0, 0.7, 2.5])
+    for temperature in (0.5, 1.0, 2.0):
+        np.testing.assert_allclose(
+            tempered(torch.tensor(sigmoid(z)), temperature), sigmoid(z / temperature), atol=1e-12
+        )
+    assert tempered(torch.tensor([0.0, 1.0]), 2.0).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("round", "weight"), [(1, 0.2), (2, 0.4), (3, 0.6), (5, 1.0)])
+def test_condist_learns_what_it_does_not_annotate_from_the_global_model(round: int, weight: float) -> None:
+    options = {"method__first_weight": 0.2, "method__last_weight": 1.0, "method__temperature": 3.0}
+    loss, gradient, teacher = loss_at(*at_work(round, method__name="condist", **options))
+    known, p = TARGETS >= 0, sigmoid(LOGITS)
+    soft, student = sigmoid(np.log(teacher / (1 - teacher)) / 3), sigmoid(LOGITS / 3)
+    supervised = cross_entropy(p, TARGETS == 1)[known].mean()
+    distilled = cross_entropy(student, soft)[~known].mean()
+    assert loss == pytest.approx(supervised + weight * distilled, abs=1e-6)
+    expected = np.where(known, (p - (TARGETS == 1)) / known.sum(), weight * (student - soft) / 3 / (~known).sum())
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_condist_by_default_follows_the_global_model_more_and_more() -> None:
+    for round, weight in ((1, 0.01), (3, 0.505), (5, 1.0)):
+        _, work = at_work(round, method__name="condist")
+        assert work.fixed["distillation"].weight == pytest.approx(weight)
+    _, work = at_work(1, method__name="condist", training__rounds=1)
+    assert work.fixed["distillation"].weight == 0.01
+    _, work = at_work(2, method__name="condist", training__rounds=2)
+    assert work.fixed["distillation"].weight == 1.0
+
+
+@pytest.mark.parametrize("part", ["distillation", "vacant-distillation"])
+def test_what_the_global_model_teaches_is_not_taken_for_absent(part: str) -> None:
+    """Beside FedAvg's loss, in which unknown counts as 0 otherwise."""
+    parts = [part, "absent"]
+    learner, work = at_work(1, method={"name": "compose", "parts": parts, **STRONG.get(part, {})})
+    _, gradient, teacher = loss_at(learner, work)
+    pull = sigmoid(LOGITS[:, 1]) - teacher[:, 1]  # nothing is known of b
+    counted = 5 if part == "distillation" else 6
+    np.testing.assert_allclose(gradient[:, 1], pull / counted, atol=1e-6)
+
+
+def test_fedvls_learns_vacant_classes_from_the_global_model() -> None:
+    """Of b nothing is known, of d negatives alone: both are vacant, and d's negatives are in no loss."""
+    loss, gradient, teacher = loss_at(*at_work(1, method__name="fedvls", method__distill=0.7, method__suppress=0.3))
+    p, vacant = sigmoid(LOGITS), [1, 3]
+    kept = (TARGETS >= 0) & ~np.isin(np.arange(4), vacant)
+    supervised = cross_entropy(p, TARGETS == 1)[kept].mean()
+    g = teacher[:, vacant]
+    divergence = (g * np.log(g / p[:, vacant]) + (1 - g) * np.log((1 - g) / (1 - p[:, vacant]))).mean()
+    share = np.array([1 / 3, 2 / 3])  # of the positives: one of a, two of c
+    held = [np.log(np.mean(np.exp(LOGITS[[2], 0]))), np.log(np.mean(np.exp(LOGITS[[0], 2])))]
+    assert loss == pytest.approx(supervised + 0.7 * divergence + 0.3 * share @ held, abs=1e-6)
+    np.testing.assert_allclose(gradient[:, vacant], 0.7 * (p[:, vacant] - g) / 6, atol=1e-6)
+    np.testing.assert_allclose(gradient[0, 2], p[0, 2] / kept.sum() + 0.3 * 2 / 3, atol=1e-6)
+
+
+def test_suppression_is_the_log_of_a_mean_over_what_is_absent() -> None:
+    targets = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 1]])  # no class is vacant
+    loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", method__suppress=2.0))
+    supervised = cross_entropy(sigmoid(LOGITS), targets == 1).mean()
+    held = [np.log(np.mean(np.exp(LOGITS[targets[:, c] == 0, c]))) for c in range(4)]
+    assert loss == pytest.approx(supervised + 2.0 * np.mean(held), abs=1e-6)
+    everywhere = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1]])  # a is absent nowhere
+    loss, _, _ = loss_at(*at_work(1, everywhere, method__name="fedvls", method__suppress=2.0))
+    supervised = cross_entropy(sigmoid(LOGITS), everywhere == 1).mean()
+    held = [np.log(np.mean(np.exp(LOGITS[everywhere[:, c] == 0, c]))) for c in (1, 2, 3)]
+    assert loss == pytest.approx(supervised + 2.0 / 6 * sum(held), abs=1e-6)
+
+
+def test_a_client_without_any_positive_has_a_finite_loss() -> None:
+    loss, gradient, _ = loss_at(*at_work(1, np.zeros((3, 4), dtype=int), method__name="fedvls"))
+    assert np.isfinite(loss)
+    assert np.isfinite(gradient).all()
+
+
+OFF: dict[str, dict[str, Any]] = {
+    "condist": {"method__first_weight": 0.0, "method__last_weight": 0.0},
+    "fedvls": {"method__distill": 0.0, "method__suppress": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_switched_off_they_are_fedavg_pl(name: str) -> None:
+    plain = run(small(method__name="fedavg-pl", **MISSING)).weights
+    assert same_bits(run(small(method__name=name, **OFF[name], **MISSING)).weights, plain)
+    for option in OFF[name]:
+        others = {key: value for key, value in OFF[name].items() if key != option}
+        assert not same_bits(run(small(method__name=name, **others, **MISSING)).weights, plain), option
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_nothing_but_weights_travels(name: str) -> None:
+    plain, result = (run(small(method__name=method, **MISSING)) for method in ("fedavg-pl", name))
+    for way in ("bytes_up", "bytes_down"):
+        assert [row[way] for row in result.rows] == [row[way] for row in plain.rows]
