@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,12 +11,32 @@ from pathlib import Path
 
 import pytest
 
+from fedmll.experiment import Experiment
+from fedmll.running.grid import parse_variant
+
 ROOT = Path(__file__).parents[1]
 
 
 def test_every_document_is_in_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
     assert [name for name in (path.name for path in (ROOT / "docs").glob("*.md")) if f": {name}\n" not in nav] == []
+
+
+def test_make_run_shows_every_system_that_the_readme_promises() -> None:
+    makefile, readme = (ROOT / "Makefile").read_text(), (ROOT / "README.md").read_text()
+    systems = re.search(r"SYSTEMS := (.*)", makefile)
+    command = re.search(r"--methods (\S+)", makefile)
+    assert systems and command
+    rows = command[1].replace("$(SYSTEMS)", systems[1]).split(",")
+    names = [row.partition(":")[0] for row in rows]
+    assert names == [
+        "local-only", "fedavg", "fednca-ml", "fedlgt", "fedmlp", "private-fedavg", "fedharmony", "fed-ridge",
+        "centralized",
+    ]  # fmt: skip
+    assert all(f"`{name}`" in readme for name in names if not name.startswith("centralized"))
+    base = Experiment.load(ROOT / "examples" / "digits.toml")
+    for row in rows:
+        base.changed(parse_variant(row).overrides)  # none of them is refused
 
 
 def test_the_citation_is_of_this_version() -> None:

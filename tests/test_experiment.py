@@ -54,7 +54,7 @@ def test_what_is_unknown_or_impossible_is_refused_by_name(values: dict, message:
         Experiment.make(values)
 
 
-START = {"start": "seed", "ridge": "gcv"}
+START = {"start": "seed", "ridge": "gcv", "ridge_balanced": False}
 
 
 def test_changed_starts_another_method_from_its_own_options() -> None:

@@ -73,8 +73,8 @@ class Experiment(Section):
         self.__dict__["method"] = MethodSection(name=self.method.name, **_said(decided))
         if self.training.keep == AUTO:
             self.training.keep = method.keep
-        if method.rounds is not None:
-            self.training.rounds = method.rounds
+        if (rounds := method.rounds(options)) is not None:
+            self.training.rounds = rounds
         elif not self.training.rounds:
             raise ConfigError(f"training.rounds = 0: '{method.name}' would learn nothing. Set 1 or more.")
         source = registry.all_of("source").get(self.data.source)  # None: the server of a federation may have no data

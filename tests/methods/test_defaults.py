@@ -15,7 +15,10 @@ from fedmll.methods import find
 
 Rows = dict[str, tuple[Any, str]]  # option or setting: value, where it comes from
 
-RIDGE: Rows = {"ridge": ("gcv", "ours: generalised cross-validation, from the same sums")}
+RIDGE: Rows = {
+    "ridge": ("gcv", "ours: generalised cross-validation, from the same sums"),
+    "ridge_balanced": (False, "ours: the plain ridge"),
+}
 START: Rows = RIDGE | {"start": ("seed", "every paper starts its head at random")}
 
 BY_SIZE: Rows = {"weights": ("size", "McMahan et al. 2017, Alg. 1: n_k/n")}
@@ -47,7 +50,13 @@ PROXIMAL: Rows = {"mu": (0.01, "Li et al. 2020 tune it in {0.001, …, 1}; 0.01 
 DEFAULTS: dict[str, Rows] = {
     "fedavg": BY_SIZE,
     "fedavg-pl": BY_SIZE,
-    "fed-ridge": BY_SIZE | RIDGE,
+    "fed-ridge": BY_SIZE
+    | RIDGE
+    | {
+        "lift": ("none", "ours: the features as they are"),
+        "lift_width": (512, "ours: less than half of MobileNetV2's 1,280"),
+        "calibrate": ("none", "ours: one exchange"),
+    },
     "local-only": {},
     "fedprox": BY_SIZE | PROXIMAL,
     "fednova": {"weights": ("size", "Wang et al. 2020, Section 3: p_i = n_i/n")},
@@ -331,6 +340,8 @@ LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("fedlsr", "scale"): ([JUST, 5.0], [0]),
     ("fednoro", "temperature"): ([JUST, 5.0], [0]),
     ("fednoro", "strength"): ([0, 1], [-JUST, 1 + JUST]),
+    ("fed-ridge", "ridge"): ([JUST, 50.0], [0]),
+    ("fed-ridge", "lift_width"): ([1, 4096], [0, 4097]),
     ("private-fedavg", "tuning_steps"): ([1, 900], [0]),
     ("private-fedavg", "tuning_batch"): ([1, 900], [0]),
     ("private-fedavg", "tuning_lr"): ([JUST, 5.0], [0]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import Ridge as Pooled
 from sklearn.preprocessing import StandardScaler
+from sklearn.utils.class_weight import compute_sample_weight
 
 from fedmll import compare, resume, run
 from fedmll.client import task_of
@@ -25,18 +27,24 @@ from fedmll.testing import client_of, experiment, learner_of, merge, peer_of
 FROZEN: dict[str, Any] = {"method__name": "fed-ridge", "model__freeze": "backbone", "model__channels": (6, 10)}
 
 
-def pooled(features: np.ndarray, targets: np.ndarray, strength: float) -> tuple[np.ndarray, np.ndarray]:
+def pooled(
+    features: np.ndarray, targets: np.ndarray, strength: float, balanced: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Weights and intercepts of z = 4 (score − ½), class by class, on the samples that know the class."""
     scaler = StandardScaler().fit(features)
     x, rows, bias = scaler.transform(features), [], []
     for c in range(targets.shape[1]):
         known = targets[:, c] >= 0
+        y = targets[known, c]
         if not known.any():
             rows.append(np.zeros(x.shape[1]))
             bias.append(0.0)
             continue
-        found = Pooled(alpha=strength * known.sum(), fit_intercept=True, solver="cholesky").fit(
-            x[known], targets[known, c]
+        weights = np.ones(len(y))
+        if balanced and 0 < y.sum() < len(y):
+            weights = compute_sample_weight("balanced", y)
+        found = Pooled(alpha=strength * len(y), fit_intercept=True, solver="cholesky").fit(
+            x[known], y, sample_weight=weights
         )
         w = found.coef_ / scaler.scale_
         rows.append(4 * w)
@@ -44,13 +52,18 @@ def pooled(features: np.ndarray, targets: np.ndarray, strength: float) -> tuple[
     return np.array(rows), np.array(bias)
 
 
-@settings(max_examples=40, deadline=None)
+def solving_of(classes: int, width: int) -> ridge.Solving:
+    part = SimpleNamespace(model=SimpleNamespace(width=width), task=SimpleNamespace(classes=range(classes)))
+    return ridge.Solving(part)  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000), clients=st.integers(1, 5), classes=st.integers(1, 5), strength=st.floats(1e-3, 10),
-    kind=st.sampled_from(["all", "classes", "entries", "empty"]),
+    kind=st.sampled_from(["all", "classes", "entries", "empty", "rare"]), balanced=st.booleans(),
 )  # fmt: skip
 def test_the_sums_give_the_pooled_masked_ridge(
-    seed: int, clients: int, classes: int, strength: float, kind: str
+    seed: int, clients: int, classes: int, strength: float, kind: str, balanced: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     width, owner = 6, rng.integers(0, clients, 60)
@@ -62,18 +75,16 @@ def test_the_sums_give_the_pooled_masked_ridge(
         targets[rng.random(targets.shape) < 0.3] = -1
     elif kind == "empty":
         targets[:, 0] = -1
-    grams, of = [torch.zeros(width + 1, width + 1, dtype=torch.float64)], torch.zeros(classes, dtype=torch.int64)
-    solving = ridge.Solving.__new__(ridge.Solving)
-    solving.grams, solving.of = grams, of
-    solving.cross = torch.zeros(classes, width + 1, dtype=torch.float64)
-    solving.moments = torch.zeros(3, width, dtype=torch.float64)
+    elif kind == "rare":  # one positive, and a class that has none
+        targets[:, 0], targets[7, 0], targets[:, -1] = 0, 1, 0
+    solving = solving_of(classes, width)
     for client in rng.permutation(clients):
         mine = owner == client
         if mine.any():
-            sums = ridge.sums_of(torch.from_numpy(features[mine]), torch.from_numpy(targets[mine]))
+            sums = ridge.sums_of(torch.from_numpy(features[mine]), torch.from_numpy(targets[mine]), balanced)
             solving.add(peer_of(int(client), classes), Message(sums, {"samples": 1.0}))
-    rows, used = ridge.solved(solving.grams, solving.of, solving.cross, solving.moments, strength)
-    expected, bias = pooled(features, targets, strength)
+    rows, used = solving.solve(strength)
+    expected, bias = pooled(features, targets, strength, balanced)
     assert used == strength
     np.testing.assert_allclose(rows[:, :-1].numpy(), expected, atol=1e-6 * max(1, np.abs(expected).max()))
     np.testing.assert_allclose(rows[:, -1].numpy(), bias, atol=1e-6 * max(1, np.abs(bias).max()))
@@ -94,7 +105,9 @@ def test_gcv_is_the_textbook_s() -> None:
         errors.append(40 * (residual**2).sum() / (40 - np.trace(hat)) ** 2)
     system = ridge._System(sums["gram"][0], sums["cross"], torch.from_numpy(1 / x.std(0)))
     np.testing.assert_allclose(system.gcv(ridge.GRID).numpy(), errors, rtol=1e-9)
-    _, chosen = ridge.solved([sums["gram"][0]], torch.zeros(2, dtype=torch.int64), sums["cross"], sums["all"], "gcv")
+    solving = solving_of(2, 5)
+    solving.add(peer_of(0, 2), Message(sums))
+    _, chosen = solving.solve("gcv")
     assert chosen == pytest.approx(ridge.GRID[int(np.argmin(errors))].item())
 
 

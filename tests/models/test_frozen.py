@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from fedmll.data import federation
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError
 from fedmll.models.flat import FlatWeights, frozen_sketch
+from fedmll.running.observers import Observer
 from fedmll.testing import experiment
 
 FROZEN: dict[str, Any] = {"model__freeze": "backbone", "model__channels": (6, 10)}
@@ -166,6 +168,46 @@ def test_a_kill_while_the_cache_is_built_leaves_nothing_wrong(cache: Path, tmp_p
     expected = run(made.changed({"training.rounds": 1}))
     subprocess.run([*command[:-1], str(tmp_path / "again")], check=True, env=os.environ | {"FEDMLL_CACHE": str(cache)})
     assert resume(tmp_path / "again").rows[0]["loss"] == expected.rows[0]["loss"]
+
+
+class Killed(Exception):
+    pass
+
+
+class Killing(Observer):
+    """Stops a run after its first round, as a kill does."""
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        if row["round"] == 1:
+            raise Killed
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_resumed_run_has_the_same_bits_with_a_warm_and_a_cold_cache(cache: Path, tmp_path: Path, warm: bool) -> None:
+    made = experiment(**FROZEN, model__width=12, model__views=2, training__augment="flip")
+    whole = run(made)
+    with pytest.raises(Killed):
+        run(made, tmp_path / "run", observer=Killing())
+    if not warm:
+        shutil.rmtree(cache)
+    resumed = resume(tmp_path / "run", engine={"workers": 2})
+    assert [row["round"] for row in resumed.rows] == [1, 2]
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+def test_what_a_killed_process_left_of_a_cache_is_not_used(cache: Path) -> None:
+    """A half-filled file of another process, and one that a failing disk cut short."""
+    _, data = learner_with_data()
+    expected = np.array(data.train.tokens)
+    (kept,) = [path for path in cache.glob("*.npy") if np.load(path, mmap_mode="r").shape == expected.shape]
+    whole = kept.read_bytes()
+    kept.unlink()
+    leftover = cache / f".{kept.name}.1-x.tmp"
+    leftover.write_bytes(whole[: len(whole) // 2])
+    np.testing.assert_array_equal(learner_with_data()[1].train.tokens, expected)
+    assert not leftover.exists()
+    kept.write_bytes(whole[:-100])
+    np.testing.assert_array_equal(learner_with_data()[1].train.tokens, expected)
 
 
 def test_a_finished_run_predicts_from_images(cache: Path, tmp_path: Path) -> None:

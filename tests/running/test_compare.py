@@ -449,6 +449,18 @@ def test_a_column_is_shown_once(world: World) -> None:
     assert rows == [["fedavg", "2.50", "50.00", "1.50"]]  # 5 MB and 3 s in 2 rounds; one seed has no spread
 
 
+def test_a_table_can_say_what_its_rows_are(world: World) -> None:
+    names = "fedavg,fed-ridge,fed-ridge:model.weights=/w.safetensors+model.backbone=resnet18"
+    found = world.go(names, [0], metrics=["what", "macro_auc"], against="fedavg")
+    header, rows = table(found, found.metrics)
+    assert header == ["method", "macro_auc", "s/round", "MB/round", "what it is"]
+    told = [row[-1] for row in rows]
+    assert told[0] == "BCE over all classes, unknown = 0; average by size"
+    assert told[1] == told[2] + "; on features of an untrained convnet"
+    assert margins(found, "fedavg", found.metrics)[0] == ["margin over fedavg", "macro_auc"]
+    assert notes(found, found.metrics) == []
+
+
 def test_the_csv_has_every_number_and_every_failure(world: World) -> None:
     world.score = lambda e: diverged(e) if e.seed == 10 or e.training.lr == 0.2 else 50.0 + e.seed
     found = world.go("fedavg", [9, 10, 11], tune={"training.lr": [0.1, 0.2]})

@@ -49,7 +49,9 @@ def compare(
             help="e.g. partition.labels_per_client=2,5,10: every method at every value. Several: all combinations.",
         ),
     ] = None,
-    metrics: Annotated[str | None, typer.Option("--metrics", help="The table's columns, comma-separated.")] = None,
+    metrics: Annotated[
+        str | None, typer.Option("--metrics", help="The table's columns, comma-separated; what: what a row is.")
+    ] = None,
     against: Annotated[
         str | None, typer.Option("--against", help="A row: also show the margins over it, paired by seed.")
     ] = None,

@@ -21,10 +21,10 @@ def say(text: str) -> None:
 
 
 def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> Table:
-    """Figures are aligned to the right, `words` to the left."""
+    """Figures are aligned to the right; the first column, `words` and what a row is to the left."""
     table = Table(title=title)
     for i, name in enumerate(header):
-        table.add_column(name, justify="left" if words or i == 0 else "right")
+        table.add_column(name, justify="left" if words or i == 0 or name == "what it is" else "right")
     for row in rows:
         table.add_row(*row)
     return table

@@ -120,7 +120,9 @@ class Part(Piece):
     jobs: ClassVar[frozenset[str]] = frozenset()  # what only one part of a method can do: targets, unknown, average …
     needs: ClassVar[frozenset[str]] = frozenset()  # what the head must give
     requires: ClassVar[tuple[type[Part], ...]] = ()  # what it stands on; put before it where it is not in the list
-    exchanges: ClassVar[frozenset[str]] = frozenset()  # "opening", "closing": asked for beside the rounds (`survey`)
+    exchanges: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # asked by `survey`: "opening", "closing", beside the rounds; "rounds"
     sends: ClassVar[tuple[str, ...]] = ()  # what of its state every client receives …
     returns: ClassVar[tuple[str, ...]] = ()  # … and what of that comes back, in the same shape
     losses: ClassVar[Literal["all", "known", "own"]] = "own"  # of a part that teaches targets: which `training.loss`

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fedmll.client import Step, Work
@@ -21,9 +20,7 @@ from fedmll.methods.contract import PartOptions, option
 from fedmll.methods.losses import masked_mean
 from fedmll.methods.method import Method
 from fedmll.methods.parts.basic import Supervision
-from fedmll.methods.parts.semi_supervised import local_odds, ramp_up
-
-NEARLY = 1e-6  # as near as the teacher's p comes to 0 and 1 in its logit
+from fedmll.methods.parts.semi_supervised import local_odds, ramp_up, tempered
 
 
 class Fixed(NamedTuple):
@@ -49,7 +46,7 @@ class NoiseRobust(Supervision):
         odds = local_odds(work) if self.options.logit_adjustment else 0.0
         teacher, share = None, 0.0
         if self.options.distillation:
-            teacher = torch.sigmoid(torch.logit(work.look().probabilities, NEARLY) / self.options.temperature)
+            teacher = tempered(work.look().probabilities, self.options.temperature)
             share = self.options.strength * ramp_up(work.round, work.rounds)
         return Fixed(odds, teacher, share, super().prepare(work))
 

@@ -13,6 +13,7 @@ from fedmll.methods.contract import Head, PartOptions, option
 from fedmll.models.backbones import Backbone
 from fedmll.models.ctran import CTran, LabelEmbeddings
 from fedmll.models.heads import Ladm, PrototypeClassifier, simplex_etf
+from fedmll.models.lift import Lift, LiftedClassifier
 from fedmll.models.network import Classifier
 from fedmll.seeding import torch_generator
 
@@ -44,6 +45,25 @@ class LinearByName(Linear):
                 model.head.weight[row].uniform_(-bound, bound, generator=generator)
                 model.head.bias[row].uniform_(-bound, bound, generator=generator)
         return model
+
+
+class LinearLifted(Linear):
+    """A linear head on the features and, with `lift`, on fixed functions of them (models/lift.py)."""
+
+    name = "linear-lifted"
+
+    class Options(PartOptions):
+        lift: Literal["none", "relu", "fourier", "second"] = option(
+            "none", "features added to the features: random ReLU or Fourier ones, or second-order forms"
+        )
+        lift_width: int = option(512, "how many `lift` adds; the sums grow with its square", ge=1, le=4096)
+
+    def build(self, backbone: Backbone) -> Classifier:
+        option = self.options
+        if option.lift == "none":
+            return super().build(backbone)
+        lift = Lift(option.lift, backbone.width, option.lift_width, self.task.seed)
+        return LiftedClassifier(backbone, len(self.task.classes), lift)
 
 
 class EtfLadm(Head):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -51,7 +50,6 @@ class Method:
     published: ClassVar[dict[str, Any]] = {}  # the paper's settings, used by `--as-published`
     unpublished: ClassVar[dict[str, str]] = {}  # what the paper has and only the user can give: setting → what
     symbols: ClassVar[dict[str, str]] = {}  # the paper's name of an option, accepted too → its name here
-    rounds: ClassVar[int | None] = None  # how many there are, where it is not the experiment's to say
     keep: ClassVar[Literal["last", "best"]] = "last"  # which round's model is the result
     pooled: bool = False  # trains on all data in one place, with every annotation
 
@@ -142,6 +140,11 @@ class Method:
         return {name: value for name, value in options.items() if fields[name].default != AUTO}
 
     @classmethod
+    def rounds(cls, options: Any) -> int | None:
+        """How many there are, where it is not the experiment's to say."""
+        return None
+
+    @classmethod
     def check(cls, experiment: Experiment) -> None:
         """Refuse (ConfigError) settings that it cannot work with."""
         options = cls.options_class(experiment.method.options)(**experiment.method.options)
@@ -221,17 +224,15 @@ class Method:
 
     # ---- the server
 
-    @cached_property
-    def opens(self) -> bool:
-        return any("opening" in part.exchanges for part in self.list)
-
-    @cached_property
-    def closes(self) -> bool:
-        return any("closing" in part.exchanges for part in self.list)
+    def asks(self, exchange: str) -> bool:
+        return any(exchange in part.exchanges for part in self.list)
 
     def exchange(self, round: int) -> str | None:
-        """Round 0 is the opening exchange and the one after the last the closing one: nobody trains in them."""
-        return "opening" if round == 0 else "closing" if round > self.task.rounds else None
+        """Round 0 is the opening exchange and the one after the last the closing one: nobody trains in them, and in no
+        round at all where a part asks for the rounds."""
+        if 0 < round <= self.task.rounds:
+            return "rounds" if self.asks("rounds") else None
+        return "closing" if round else "opening"
 
     def replying(self, round: int) -> list[Part]:
         """The parts that a reply is of."""

@@ -22,6 +22,7 @@ from fedmll.running.shown import html_table
 
 SHOWN = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "bacc")
 COSTS = ("s/round", "MB/round")
+WHAT = "what"  # among the metrics: a column that says what each row is
 
 Table = tuple[list[str], list[list[str]]]  # header, rows
 
@@ -70,6 +71,16 @@ class Row:
     def done(self) -> bool:
         """Every seed is finished or failed; or every setting failed, and then no seed goes on."""
         return all(cell.summary is not None or cell.failure is not None for cell in self.cells or self.trials)
+
+    @property
+    def what(self) -> str:
+        """The method's own line, and whose features it has if nobody trains them."""
+        experiment = self.runs[0].experiment
+        model, summary = experiment.model, str(registry.find("method", experiment.method.name).summary)
+        fixed = model.freeze == "backbone" or not experiment.training.rounds
+        if fixed and model.weights is None and model.backbone != "mlp":
+            summary += f"; on features of an untrained {model.backbone}"
+        return summary
 
     def values(self, metric: str) -> dict[int, float]:
         """By seed, of the runs that are finished."""
@@ -133,7 +144,7 @@ def measure(summary: Mapping[str, Any], name: str) -> float:
 
 def check_metrics(names: Sequence[str]) -> None:
     """Refuse what is no metric, before anything runs."""
-    known = [*METRICS, *registry.added("metric"), *COSTS]
+    known = [*METRICS, *registry.added("metric"), *COSTS, WHAT]
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -148,12 +159,18 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def table(comparison: Comparison, metrics: Sequence[str]) -> Table:
     """Mean ± std (of the sample) over the seeds that finished."""
-    columns = list(dict.fromkeys([*metrics, *COSTS]))
+    columns = list(dict.fromkeys([*_measured(metrics), *COSTS]))
+    last = [f"{WHAT} it is"] if WHAT in metrics else []
     rows = []
     for row in comparison.rows:
         tuned = [", ".join(_settings(row.setting)) or "–"] if comparison.tuned else []
-        rows.append([row.label, *tuned, *(_figure(comparison, [row], row.values(name)) for name in columns)])
-    return ["method", *(["tuned"] if comparison.tuned else []), *columns], rows
+        figures = [_figure(comparison, [row], row.values(name)) for name in columns]
+        rows.append([row.label, *tuned, *figures, *(row.what for _ in last)])
+    return ["method", *(["tuned"] if comparison.tuned else []), *columns, *last], rows
+
+
+def _measured(metrics: Sequence[str]) -> list[str]:
+    return [name for name in metrics if name != WHAT]
 
 
 def margins(comparison: Comparison, reference: str, metrics: Sequence[str]) -> Table:
@@ -165,8 +182,9 @@ def margins(comparison: Comparison, reference: str, metrics: Sequence[str]) -> T
         pairs = {seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()}
         return _figure(comparison, [row, base], pairs, sign="+")
 
-    return [f"margin over {reference}", *metrics], [
-        [row.label, *(margin(row, name) for name in metrics)] for row in comparison.rows if row is not base
+    names = _measured(metrics)
+    return [f"margin over {reference}", *names], [
+        [row.label, *(margin(row, name) for name in names)] for row in comparison.rows if row is not base
     ]
 
 
@@ -193,7 +211,7 @@ def notes(comparison: Comparison, metrics: Sequence[str]) -> list[str]:
         lines += [f"failed: {cell}: {cell.failure}" for cell in failed]
     if not all(row.done for row in comparison.rows):
         lines.append("not all runs are done: the same command with the same --out goes on.")
-    for name in metrics:
+    for name in _measured(metrics):
         if any(math.isnan(value) for row in comparison.rows for value in row.values(name).values()):
             lines.append(f"{name} is undefined (–) without {METRICS.get(name, 'what its plug-in needs')}.")
     return lines + [line for row in comparison.rows for line in _edges(row, comparison.tuned)]

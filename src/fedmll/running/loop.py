@@ -158,7 +158,7 @@ class _Run:
         for text in self.notes:
             self.log.info(text)
             self.observer.note(text)
-        if first == 1 and self.engine.learner.method.opens:
+        if first == 1 and self.engine.learner.method.asks("opening"):
             state = self._round(state, 0)  # the opening exchange
         for number in range(first, self.experiment.training.rounds + 1):
             state = self._round(state, number)
@@ -193,7 +193,7 @@ class _Run:
             "bytes_down": engine.bytes_down,
             "clients": len(losses),
         }
-        if number:
+        if method.exchange(number) is None:
             row["loss"] = float(np.average([loss for loss, _ in losses], weights=[n for _, n in losses]))
         row |= {name: float(value) for name, value in records.items() if not isinstance(value, Tensor)}
         setting = self.experiment.engine
@@ -262,7 +262,7 @@ class _Run:
         engine, data, method = self.engine, self.federation, self.engine.learner.method
         message = Message(self.best_tensors) if self.best_tensors else method.deploy(state)
         kept = int(self.best["round"]) if self.best_tensors else self.experiment.training.rounds
-        if method.closes:
+        if method.asks("closing"):
             state, _, _ = self._exchange(state | message.tensors, self.experiment.training.rounds + 1)
             message, self.evaluations = method.deploy(state), {}
         found = self.evaluations.get(kept) or engine.evaluate(message)  # not twice: between machines it is an exchange

@@ -9,6 +9,9 @@ the root of the pooled variance,
 G_c sums over who annotates c. Unknown targets count nowhere. λ = "gcv" minimises generalised cross-validation,
 n · RSS / (n − df)², summed over the classes: it needs no more than the same sums. A score of ½ becomes p = ½ with the
 slope of the line: z = 4 (score − ½). G shows the server second moments of a client's features.
+
+Balanced, a known entry of class c weighs n_c / 2n_c⁺ if it is positive and n_c / 2n_c⁻ if not, counted by all.
+It takes one more matrix a class, G_c⁺ = Σ f fᵀ over the positives.
 """
 
 from __future__ import annotations
@@ -39,6 +42,11 @@ class FromSums(Part):
 
     every_class = True
 
+    @property
+    def balanced(self) -> bool:
+        """Whether positives are summed apart."""
+        return False
+
     def asked(self, round: int) -> bool:
         """Whether this round is that exchange."""
         return round == 0 if "opening" in self.exchanges else round > self.task.rounds
@@ -46,14 +54,15 @@ class FromSums(Part):
     def survey(self, work: Work) -> Tensors:
         features = work.look(features=True).features
         assert features is not None
-        return sums_of(features.double(), work.client.targets)
+        return sums_of(features.double(), work.client.targets, self.balanced)
 
     def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
         if not self.asked(round):
             return {}
         width, classes = self.model.width, len(self.task.classes)
         double = torch.float64
-        return {
+        positive = Like((classes, width + 1, width + 1), double, rule=_symmetric, broken="is not symmetric")
+        return ({"positive": positive} if self.balanced else {}) | {
             "group": Like((classes,), torch.int64, low=-1, high=classes - 1),
             "gram": Like(
                 (None, width + 1, width + 1), double, most=classes, rule=_symmetric, broken="is not symmetric"
@@ -74,6 +83,11 @@ class Ridge(FromSums):
         ridge: Annotated[float, Field(gt=0)] | Literal["gcv"] = option(
             "gcv", "λ, relative to n; gcv: chosen from the sums"
         )
+        ridge_balanced: bool = option(False, "of the ridge: a class's positives weigh as its negatives (G⁺ a class)")
+
+    @property
+    def balanced(self) -> bool:
+        return bool(self.options.ridge_balanced)
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, where: str) -> None:
@@ -91,7 +105,7 @@ class Ridge(FromSums):
         return Solving(self) if self.asked(round) else None
 
 
-def sums_of(features: Tensor, targets: Tensor) -> Tensors:
+def sums_of(features: Tensor, targets: Tensor, balanced: bool = False) -> Tensors:
     """A client's sums. `group` says which of the grams is a class's: −1 where nothing is known of it."""
     augmented = torch.cat([features, features.new_ones(len(features), 1)], 1)
     known, group = torch.unique(targets >= 0, dim=1, return_inverse=True)  # sets of classes known on the same samples
@@ -101,7 +115,11 @@ def sums_of(features: Tensor, targets: Tensor) -> Tensors:
         [augmented[mask].T @ augmented[mask] for mask in known.T[some]] or [augmented[:0].T @ augmented[:0]]
     )
     moments = [torch.full_like(features[0], len(features)), features.sum(0), features.square().sum(0)]
-    return {
+    positive: Tensors = {}
+    if balanced:
+        positive["positive"] = torch.stack([augmented[mask].T @ augmented[mask] for mask in (targets == 1).T])
+        positive["positive"] = (positive["positive"] + positive["positive"].mT) / 2
+    return positive | {
         "group": torch.where(some[group], place[group], -1),
         "gram": (gram + gram.mT) / 2,
         "cross": (targets == 1).double().T @ augmented,
@@ -119,10 +137,13 @@ class Summing(Merger):
         self.of = torch.zeros(classes, dtype=torch.int64)  # class → its gram
         self.cross = torch.zeros(classes, size, dtype=torch.float64)
         self.moments = torch.zeros(3, size - 1, dtype=torch.float64)
+        self.positive: Tensor | None = None
 
     def add(self, peer: Peer, reply: Message) -> None:
         self.cross += reply["cross"]
         self.moments += reply["all"]
+        if "positive" in reply.tensors:
+            self.positive = reply["positive"] + (0 if self.positive is None else self.positive)
         pairs, of = torch.unique(torch.stack([self.of, reply["group"]]), dim=1, return_inverse=True)
         grams = [
             self.grams[old] if new < 0 else self.grams[old] + reply["gram"][min(new, len(reply["gram"]) - 1)]
@@ -134,30 +155,55 @@ class Summing(Merger):
 class Solving(Summing):
     @one_thread()
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
-        rows, strength = solved(self.grams, self.of, self.cross, self.moments, self.part.options.ridge)
+        rows, strength = self.solve(self.part.options.ridge)
         head = HeadRows.of(self.part.weights)
         front, _, back = head.split(merged["weights"], len(rows))
         merged["weights"] = head.join(front, rows.float(), back)
         return {}, {"ridge": strength}
 
+    def solve(self, ridge: float | str) -> tuple[Tensor, float]:
+        """The classifier's rows (C, width and bias) in logits, and λ. A class of which nobody knows anything is 0."""
+        grams, of, cross = self.grams, self.of, self.cross
+        known = torch.tensor([float(grams[number][-1, -1]) for number in of.tolist()], dtype=torch.float64)
+        self.counts = torch.stack([known - cross[:, -1], cross[:, -1]])  # (2, C): negatives and positives
+        self.weights = torch.ones_like(self.counts)
+        if self.positive is not None:
+            both = (self.counts > 0).all(0)  # with one kind alone there is nothing to balance
+            self.weights = torch.where(both, known / 2 / self.counts.clamp(min=1), 1)
+            grams = [
+                negative * (grams[number] - plus) + positive * plus
+                for number, plus, (negative, positive) in zip(of.tolist(), self.positive, self.weights.T, strict=True)
+            ]
+            of, cross = torch.arange(len(of)), cross * self.weights[1][:, None]
+        count, total, squares = self.moments
+        variance = (squares / count - (total / count).square()).clamp(min=0)
+        scale = 1 / variance.sqrt().clamp(min=SMALLEST)
+        systems = [_System(gram, cross[of == number], scale) for number, gram in enumerate(grams)]
+        if ridge == "gcv":
+            errors = torch.stack([system.gcv(GRID) for system in systems]).sum(0)
+            strength = float(GRID[errors.argmin()])
+        else:
+            strength = float(ridge)
+        rows = torch.zeros_like(cross)
+        for number, system in enumerate(systems):
+            rows[of == number] = system.rows(strength)
+        rows[:, -1] -= 0.5
+        rows[known == 0] = 0
+        self.leverage = self._leverage([systems[number] for number in of.tolist()], strength)
+        return 4 * rows, strength
 
-def solved(grams: list[Tensor], of: Tensor, cross: Tensor, moments: Tensor, ridge: float | str) -> tuple[Tensor, float]:
-    """The classifier's rows (C, width and bias) in logits, and λ. A class of which nobody knows anything is 0."""
-    count, total, squares = moments
-    variance = (squares / count - (total / count).square()).clamp(min=0)
-    scale = 1 / variance.sqrt().clamp(min=SMALLEST)
-    systems = [_System(gram, cross[of == number], scale) for number, gram in enumerate(grams)]
-    if ridge == "gcv":
-        errors = torch.stack([system.gcv(GRID) for system in systems]).sum(0)
-        strength = float(GRID[errors.argmin()])
-    else:
-        strength = float(ridge)
-    rows = torch.zeros_like(cross)
-    for number, system in enumerate(systems):
-        rows[of == number] = system.rows(strength)
-    rows[:, -1] -= 0.5
-    rows[torch.tensor([float(grams[number][-1, -1]) == 0 for number in of.tolist()])] = 0
-    return 4 * rows, strength
+    def _leverage(self, systems: list[_System], strength: float) -> Tensor:
+        """(2, C): how much of its own score a negative and a positive decide, on average."""
+        if self.positive is None:
+            return torch.tensor([[system.leverage(strength) for system in systems]] * 2, dtype=torch.float64)
+        found = torch.zeros_like(self.counts)
+        for c, (system, plus) in enumerate(zip(systems, self.positive, strict=True)):
+            of_these = (
+                system.leverage_of(plus, strength),
+                system.leverage_of(self.grams[int(self.of[c])] - plus, strength),
+            )
+            found[1, c], found[0, c] = of_these
+        return found * self.weights
 
 
 class _System:
@@ -184,6 +230,20 @@ class _System:
     def rows(self, strength: float) -> Tensor:
         w = (self.turned / (self.values + self.count * strength)) @ self.vectors.T * self.scale
         return torch.cat([w, (self.rate - w @ self.mean)[:, None]], 1)
+
+    def leverage(self, strength: float) -> float:
+        """The mean of h_i = 1/n + z_iᵀ (ZᵀZ + λn)⁻¹ z_i: (1 + df) / n."""
+        return float(1 + (self.values / (self.values + self.count * strength)).sum()) / self.count
+
+    def leverage_of(self, gram: Tensor, strength: float) -> float:
+        """The same, of the samples whose sums these are."""
+        count = float(gram[-1, -1].clamp(min=1))
+        mean = gram[-1, :-1] / count
+        moved = gram[:-1, :-1] / count - torch.outer(mean, mean) + torch.outer(mean - self.mean, mean - self.mean)
+        turned = self.vectors * self.scale[:, None]
+        return 1 / self.count + float(
+            ((turned * (moved @ turned)).sum(0) / (self.values + self.count * strength)).sum()
+        )
 
 
 def _symmetric(gram: Tensor) -> bool:
