@@ -174,5 +174,10 @@ def test_gradients_of_single_samples_fit_any_memory(monkeypatch: pytest.MonkeyPa
 def test_it_goes_with_every_head(head: str) -> None:
     fusion = {"method": {"name": "compose", "head": head, "parts": ["known", "curvature"]}, "model.channels": (8, 12)}
     assert np.isfinite(run(small(data__limit=80, partition__clients=2).changed(fusion)).rows[-1]["loss"])
-    with pytest.raises(ConfigError, match=r"'alone' and 'curvature'"):
-        small().changed(fusion | {"method.average": "alone"})
+
+
+def test_it_needs_a_common_model_of_all_classes() -> None:
+    fusion = {"method.name": "compose", "method.parts": ["known", "curvature"]}
+    for average in ("alone", "by-label"):
+        with pytest.raises(ConfigError, match=f"'{average}' and 'curvature' cannot work together"):
+            small().changed(fusion | {"method.average": average})

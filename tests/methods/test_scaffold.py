@@ -97,8 +97,12 @@ def test_variates_beyond_belief_are_refused() -> None:
 
 
 def test_other_optimisers_and_models_of_its_own_are_refused() -> None:
-    for change in ({"training__optimizer": "adamw"}, {"training__optimizer": "adam"}, {"training__momentum": 0.9}):
-        with pytest.raises(ConfigError, match=r"training\.optimizer = 'sgd'.*training\.momentum = 0"):
+    for word, change in (
+        ("'adamw'", {"training__optimizer": "adamw"}),
+        ("'adam'", {"training__optimizer": "adam"}),
+        ("momentum", {"training__momentum": 0.9}),
+    ):
+        with pytest.raises(ConfigError, match=rf"that of {word} is.*optimizer = 'sgd'.*training\.momentum = 0"):
             small(**SGD | {"method__name": "scaffold"} | change)
     fusion = {"method.name": "compose", "method.parts": ["known", "control-variates"]}
     plain = small(**SGD)
