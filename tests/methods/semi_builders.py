@@ -80,12 +80,12 @@ def stopped_and_resumed(name: str, folder: Path, *remembered: str, **changes: An
     """Twelve clients, some of which take part: the same bits after an interruption, also of what clients remember."""
     made = experiment(
         **ANNOTATED | {"method__name": name, "partition__clients": 12, "data__limit": 240, "partition__minimum": 6,
-                       "participation__fraction": 0.7, "training__rounds": 5} | changes
+                       "participation__fraction": 0.7, "training__rounds": 4} | changes
     )  # fmt: skip
     whole, stopped = folder / "whole", folder / "stopped"
     run(made.changed({"engine.workers": 2}), whole)
     with pytest.raises(KeyboardInterrupt):
-        run(made, stopped, observer=Stopping(3))
+        run(made, stopped, observer=Stopping(2))
     resume(stopped)
     ours, theirs = load_file(whole / "model.safetensors"), load_file(stopped / "model.safetensors")
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from builders import same_bits
 from scipy.special import expit
-from semi_builders import ANNOTATED, LABELS, learner_for, stopped_and_resumed
+from semi_builders import ANNOTATED, LABELS, learner_for
 
 from fedmll import run
 from fedmll.errors import ConfigError
@@ -109,7 +108,3 @@ def test_off_is_fedavg_pl() -> None:
     on = {"method__name": "fedfixmatch", "method__confidence": 0.55, "method__select": "entry"}
     assert same_bits(run(experiment(**on, method__pseudo_labels=False, **ANNOTATED)).weights, parent)
     assert not same_bits(run(experiment(**on, **ANNOTATED)).weights, parent)
-
-
-def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
-    stopped_and_resumed("fedfixmatch", tmp_path, method__confidence=0.55)

@@ -117,6 +117,7 @@ def test_the_loss(round: int, relating: bool, consistent: bool, votes: tuple[boo
     generator = torch.Generator().manual_seed(9)
     teacher = learner.weights.vector + 0.1 * torch.randn(learner.weights.vector.shape, generator=generator)
     work = work_of(learner, client, sent(votes), {"relation-matching/teacher": teacher})
+    assert work.claimed
     rows, z = batch_of(client)
     labels, p, theirs = LABELS[rows], expit(z), expit(logits_of(learner, client, teacher)[rows])
     known = labels >= 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from builders import same_bits
 from scipy.spatial.distance import jensenshannon
 from scipy.special import expit, logit
-from semi_builders import ANNOTATED, LABELS, learner_for, stopped_and_resumed
+from semi_builders import ANNOTATED, LABELS, learner_for
 
 from fedmll import run
 from fedmll.errors import ConfigError
@@ -104,7 +103,3 @@ def test_where_another_part_teaches_what_is_unknown_it_is_not_absent() -> None:
     work = work_of(learner, client)
     work.claimed = True
     assert loss_of(learner, work).item() < whole
-
-
-def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
-    stopped_and_resumed("fedlsr", tmp_path)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from builders import same_bits
 from scipy.special import expit
-from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, logits_of, stopped_and_resumed
+from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, logits_of
 
 from fedmll import run
 from fedmll.testing import experiment, loss_of, work_of
@@ -65,7 +63,3 @@ def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
     assert same_bits(run(experiment(method__name="fednoro", **off, **ANNOTATED)).weights, parent)
     for name in off:
         assert not same_bits(run(experiment(method__name="fednoro", **off | {name: True}, **ANNOTATED)).weights, parent)
-
-
-def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
-    stopped_and_resumed("fednoro", tmp_path)

@@ -16,7 +16,7 @@ from fedmll.errors import ConfigError
 from fedmll.message import Message
 from fedmll.methods.parts.spill import Spill
 from fedmll.seeding import numpy_generator
-from fedmll.testing import experiment, loss_of, merge, peer_of, work_of
+from fedmll.testing import experiment, learner_of, loss_of, merge, peer_of, work_of
 
 SIZES = (40.0, 10.0, 30.0, 20.0, 25.0)
 
@@ -109,18 +109,19 @@ def test_groups_differ_between_rounds_and_half_is_rounded_up() -> None:
     ],
 )
 def test_a_group_larger_than_a_round_is_refused_before_training(changes: dict[str, float], refused: bool) -> None:
-    made = experiment(method__name="rscfed", training__rounds=1, **changes)
+    learner, peers = learner_of(experiment(method__name="rscfed", **changes)), [peer_of(k, 3) for k in range(4)]
     if refused:
         with pytest.raises(ConfigError, match=r"method.group_size = \d is more than the \d clients"):
-            run(made)
+            learner.method.begin(peers)
     else:
-        run(made)
+        learner.method.begin(peers)
 
 
 def test_the_loss_is_that_of_the_known_entries_and_the_distance_to_the_teacher() -> None:
     learner, client = learner_for("rscfed", client=LABELS, view="none", strength=0.5)
     teacher = learner.weights.vector.clone() - 0.2
     work = work_of(learner, client, memory={"mean-teacher/teacher": teacher})
+    assert work.claimed
     rows, z = batch_of(client)
     labels, mine = LABELS[rows], expit(z)
     theirs = expit(logits_of(learner, client, teacher)[rows])
