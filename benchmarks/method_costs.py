@@ -3,7 +3,7 @@
     python benchmarks/method_costs.py             measure and write src/fedmll/methods/costs.toml, some minutes
     python benchmarks/method_costs.py --look      measure, write nothing
 
-CPU time of a round of one worker, clients and server together: composite digits of 16 × 16 pixels, six clients that
+CPU time of a round of one worker, clients and server together: 600 composite digits of 16 × 16 pixels, six clients that
 each miss four of ten classes, a small convolutional network, SGD, batches of 32. Methods take turns, round by round, in
 one process, and a turn's ratio to FedAvg is what counts (its median is written): the machine may be busy with other
 things. Beside a larger network the parts cost less than here. `compose` is what its parts are.
@@ -32,7 +32,7 @@ from fedmll.testing import merge
 
 FILE = Path(__file__).parents[1] / "src" / "fedmll" / "methods" / "costs.toml"
 SETTING: dict[str, Any] = {
-    "data": {"name": "ml-digits", "size": 16},
+    "data": {"name": "ml-digits", "size": 16, "limit": 600},
     "partition": {"kind": "iid", "clients": 6, "holdout": 0.0},
     "annotation": {"kind": "missing", "missing": 4},
     "training": {"rounds": 10, "optimizer": "sgd", "momentum": 0.0, "lr": 0.01},

@@ -118,6 +118,14 @@ def test_suppression_is_the_log_of_a_mean_over_what_is_absent() -> None:
     assert loss == pytest.approx(supervised + 2.0 / 6 * sum(held), abs=1e-6)
 
 
+def test_the_share_of_an_only_positive_is_one() -> None:
+    targets = np.array([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    off = {"method__distill": 0.0, "method__suppress": 2.0}
+    loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", **off))
+    supervised = cross_entropy(sigmoid(LOGITS), targets == 1).mean()
+    assert loss == pytest.approx(supervised + 2.0 * np.log(np.mean(np.exp(LOGITS[1:, 0]))), abs=1e-6)
+
+
 def test_a_client_without_any_positive_has_a_finite_loss() -> None:
     loss, gradient, _ = loss_at(*at_work(1, np.zeros((3, 4), dtype=int), method__name="fedvls"))
     assert np.isfinite(loss)

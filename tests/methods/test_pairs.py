@@ -1,5 +1,5 @@
-"""Each method's parts with the ETF head, with a frozen backbone (kept tokens), and with a loss for missing labels: such a
-pair works, or is refused by name. The table says which; a method without a row fails."""
+"""Each method's parts with the ETF head, with a frozen backbone (kept tokens), and with a loss for missing labels: that
+works, or is refused by name. The table says which; a method without a row fails."""
 
 from __future__ import annotations
 

@@ -64,10 +64,11 @@ def methods(
     table = plain_table(
         "methods", [*header, "cost"], [[row[key] for key in (*header, "cost")] for row in rows], words=True
     )
-    table.caption = (
-        "up, down: beside the weights. cost: CPU time of a round relative to FedAvg's, as benchmarks/method_costs.py "
-        f"measured it.{'' if width >= WIDE else ' More in a wider terminal, and of one with `fedmll methods NAME`.'}"
-    )
+    told = ["for: label skew, partial annotation, private labels."]
+    told += ["up, down: beside the weights."] if width >= NARROW else []
+    told += ["cost: CPU time of a round relative to FedAvg's, measured by benchmarks/method_costs.py."]
+    told += [] if width >= WIDE else ["More in a wider terminal, and of one with `fedmll methods NAME`."]
+    table.caption = " ".join(told)
     table.caption_justify = "left"
     console.print(table)
 
@@ -79,7 +80,7 @@ def cells(method: About) -> dict[str, str]:
         "name": method.name,
         "what it does": method.summary,
         "paper": method.paper,
-        "for": ", ".join(method.setting),
+        "for": "any" if len(method.setting) == 3 else ", ".join(word.split()[0] for word in method.setting),
         "up": method.up,
         "down": method.down,
         "a client keeps": method.remembers,
@@ -131,7 +132,7 @@ def show(name: str) -> None:
 
     method: Any = registry.find("method", name)
     console.print(escape((sys.modules[method.__module__].__doc__ or method.summary).strip()), highlight=False)
-    for heading, text in cells(about(method)).items():
+    for heading, text in (cells(about(method)) | {"for": ", ".join(method.setting)}).items():
         if heading != "name" and text != NOTHING:
             console.print(f"{HEADINGS.get(heading, heading)}: {text}", highlight=False)
     title = escape(f"[method] name = '{name}'")

@@ -44,6 +44,7 @@ class SelfRegularised(SecondView, Supervision):
 
     name = "self-regularised"
     jobs = frozenset({"targets", "views"})
+    losses = "known"
     needs_images = True
 
     class Options(SecondView.Options):
