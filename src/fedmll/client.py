@@ -25,6 +25,15 @@ EVALUATION_BATCH = 64  # fits the cache: 4–5 times faster on a CPU than batche
 
 
 @dataclass(frozen=True)
+class Finished:
+    """Of a model that is loaded from its file: what was never trained, by name, and the backbone's layout. What these
+    were made from (weight files, text encoders) is not needed any more."""
+
+    frozen: Tensors
+    layout: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class Task:
     """What is fixed in a run and known to the server and to every client."""
 
@@ -34,6 +43,7 @@ class Task:
     clients: int
     device: torch.device
     server_data: Dataset | None = None  # what the server itself holds, if anything; its labels are not for use
+    finished: Finished | None = None  # where it only predicts
 
     @property
     def seed(self) -> int:
