@@ -37,9 +37,13 @@ CLASSES = ("a", "b", "c")
 def model_of(made: Experiment, shape: tuple[int, ...], folder: Path) -> SavedModel:
     """As a run of this experiment writes it, with weights that nobody trained."""
     learner = learner_of(made, CLASSES, shape)
-    torch.manual_seed(1)
+    learner.model.eval()
+    for module in learner.model.modules():  # statistics as of data: with those of the start deep networks see nothing
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 1.0
+            module.train()
     with torch.no_grad():
-        learner.weights.vector.add_(0.01 * torch.randn_like(learner.weights.vector))
+        learner.model(learner.task.inputs(torch.from_numpy(samples_of(shape, 8))))
     weights = learner.named(learner.method.deploy(learner.method.start() | learner.weights.dump())) | learner.frozen()
     file = folder / "model.safetensors"
     write_model(file, weights, describe(made, learner, None, 1))
