@@ -4,8 +4,8 @@
     python benchmarks/predicting.py --images 20
 
 The plain loop is what one would write by hand: open, convert, resize, a forward a batch of 64, one after the other.
-Both take turns in one process; the ratio of each turn counts, its median is shown. Memory: the process's peak (VmHWM, reset
-before each) above what it had before, for the first quarter of the images and for all of them.
+Both take turns in one process; the ratio of each turn counts, its median is shown. Memory: the process's peak (VmHWM,
+reset before each) above what it had before, for the first quarter of the images and for all of them.
 """
 
 from __future__ import annotations

@@ -17,20 +17,11 @@ from fedmll.data.images.augment import augment
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.models.backbones import pixel_scale
-from fedmll.models.flat import FlatWeights
+from fedmll.models.flat import Finished, FlatWeights
 from fedmll.models.network import Network
 from fedmll.seeding import derive, numpy_generator, torch_generator
 
 EVALUATION_BATCH = 64  # fits the cache: 4–5 times faster on a CPU than batches of 500
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Of a model that is loaded from its file: what was never trained, by name, and the backbone's layout. What these
-    were made from (weight files, text encoders) is not needed any more."""
-
-    frozen: Tensors
-    layout: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,6 +110,15 @@ def frozen_tensors(model: nn.Module) -> Tensors:
     frozen: Tensors = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     kept = _frozen_buffers(model)
     return frozen | {name: b for name, b in model.named_buffers() if name not in persistent or name in kept}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Of a model that is loaded from its file: what was never trained, by name, and the backbone's layout. What these
+    were made from (weight files, text encoders) is not needed any more."""
+
+    frozen: Tensors
+    layout: dict[str, Any] | None = None
 
 
 Sketch = list[float]

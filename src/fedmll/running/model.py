@@ -21,13 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fedmll import files, registry
-from fedmll.client import EVALUATION_BATCH, Finished, Task
+from fedmll.client import EVALUATION_BATCH, Task
 from fedmll.data.dataset import Dataset
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError, DataError, nearest
 from fedmll.experiment import Experiment
 from fedmll.message import Tensors
 from fedmll.models.backbones import pixel_scale
+from fedmll.models.flat import Finished
 from fedmll.running.images import Prediction, decoded
 
 FORMAT = 1
