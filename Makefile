@@ -32,7 +32,7 @@ clean:
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -e '.[dev,flower,cluster,hf,track]'
+	$(BIN)/pip install --quiet -e '.[dev,flower,cluster,hf,track,export,tables]'
 	touch $@
 
 .venv/.docs: $(READY)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedmll.registry import register
     from fedmll.running.grid import compare
     from fedmll.running.loop import resume, run
+    from fedmll.running.model import load_model
     from fedmll.running.observers import Observer, Result
     from fedmll.running.saved import load_run
 
@@ -28,14 +29,15 @@ _HOME = {
     "Part": "methods.contract",
     "Result": "running.observers",
     "compare": "running.grid",
+    "load_model": "running.model",
     "load_run": "running.saved",
     "register": "registry",
     "resume": "running.loop",
     "run": "running.loop",
 }
 __all__ = [
-    "Experiment", "FedmllError", "Method", "Observer", "Part", "Result", "__version__", "compare", "load_run",
-    "register", "resume", "run",
+    "Experiment", "FedmllError", "Method", "Observer", "Part", "Result", "__version__", "compare", "load_model",
+    "load_run", "register", "resume", "run",
 ]  # fmt: skip
 
 

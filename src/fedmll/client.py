@@ -17,7 +17,7 @@ from fedmll.data.images.augment import augment
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.models.backbones import pixel_scale
-from fedmll.models.flat import FlatWeights
+from fedmll.models.flat import Finished, FlatWeights
 from fedmll.models.network import Network
 from fedmll.seeding import derive, numpy_generator, torch_generator
 
@@ -34,6 +34,7 @@ class Task:
     clients: int
     device: torch.device
     server_data: Dataset | None = None  # what the server itself holds, if anything; its labels are not for use
+    finished: Finished | None = None  # where it only predicts
 
     @property
     def seed(self) -> int:

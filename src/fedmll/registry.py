@@ -33,6 +33,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "loss": ("fedmll.methods.losses",),
     "backbone": ("fedmll.models.backbones",),
     "pixels": ("fedmll.models.weights", "fedmll.models.backbones.vit"),
+    "layout": ("fedmll.models.backbones.vit",),
     "source": ("fedmll.data.sources",),
     "partition": ("fedmll.data.partition",),
     "annotation": ("fedmll.data.annotate",),

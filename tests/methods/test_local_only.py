@@ -43,7 +43,7 @@ def test_means_are_over_the_clients_own_models(tmp_path: Path) -> None:
     assert sum(row["bytes_down"] for row in result.rows) == 0  # nothing is exchanged
     assert "map" not in result.rows[0] and "map" in result.rows[-1]
     with pytest.raises(ConfigError, match="no common model"):
-        load_run(tmp_path / "run")
+        load_run(tmp_path / "run").predict(data.test)
 
 
 def test_workers_and_resumption_change_nothing(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ class Dataset:
     groups   (N,) strings, the client that a sample comes from, if the source says
     tokens   fp16 (views, M, width, rows, columns), what a frozen backbone makes of the store; view 0 is as it is
     patients (N,) strings, whose sample it is (`data.group`, else a packed file's own `patient`), if the source says
+    files    (M,) strings, the image file of each sample of the store, if the source says
     """
 
     store: NDArray[np.uint8] | NDArray[np.float32]
@@ -42,6 +43,7 @@ class Dataset:
     groups: NDArray[np.str_] | None = None
     patients: NDArray[np.str_] | None = None
     tokens: NDArray[np.float16] | None = None
+    files: NDArray[np.str_] | None = None
 
     def __post_init__(self) -> None:
         if self.rows is None:

@@ -21,7 +21,7 @@ from fedmll.errors import ClientError
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
 from fedmll.models.backbones import Backbone, pixel_scale
-from fedmll.models.flat import FlatWeights
+from fedmll.models.flat import FlatWeights, frozen_tensors
 from fedmll.models.frozen import WHOLE, kept_tokens
 
 OPTIMIZER = "optimizer"  # its state in a client's memory
@@ -75,19 +75,27 @@ class Learner:
         """What is needed to predict, for a file: the weights under the model's names, and what parts added."""
         return self.weights.named(message.tensors) | {k: t for k, t in message.tensors.items() if "/" in k}
 
+    def frozen(self) -> Tensors:
+        """What was never trained, by name: with `named` all of the model."""
+        return {name: t.detach().cpu().clone() for name, t in frozen_tensors(self.model).items()}
+
     def load(self, named: Tensors) -> None:
-        """From such a file."""
+        """From such a file; what is frozen too, where it is there."""
         self.weights.put(named)
+        for name, tensor in frozen_tensors(self.model).items():
+            if name in named:
+                tensor.data.copy_(named[name])
         self.method.received = named
 
-    def predict(self, data: Dataset, start: int, stop: int) -> Tensor:
-        """Probabilities of the samples from `start` to `stop`."""
+    def predict(self, data: Dataset, start: int, stop: int, known: Tensor | None = None) -> Tensor:
+        """Probabilities of the samples from `start` to `stop`. `known` (samples, C): what is known of their labels."""
         self.model.eval()
         scores = []
         with torch.inference_mode():
             for first in range(start, stop, EVALUATION_BATCH):
-                images = self.task.seen(data, slice(first, min(first + EVALUATION_BATCH, stop)))
-                scores.append(self.method.predict(self.model, images).cpu())
+                rows = slice(first, min(first + EVALUATION_BATCH, stop))
+                told = None if known is None else known[rows].to(self.task.device)
+                scores.append(self.method.predict(self.model, self.task.seen(data, rows), told).cpu())
         return torch.cat(scores) if scores else torch.zeros(0, len(self.task.classes))
 
     def train(self, client: Client, message: Message, memory: Tensors) -> Message:

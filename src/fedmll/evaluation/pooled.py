@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +40,7 @@ class Evaluation:
     values: dict[str, float]
     report: metrics.Report  # of the test data
     clients: metrics.ClientReport | None = None  # of the clients' own held-out data
+    scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # of a common model
 
 
 def evaluate_alone(data: Federation, scores: Mapping[int, Mapping[str, NDArray[np.float32]]]) -> Evaluation:
@@ -83,4 +84,4 @@ def evaluate_pooled(data: Federation, scores: Mapping[str, NDArray[np.float32]])
     if len(held_out) and len(data.held_out):
         clients = metrics.per_client(held_out, data.held_out.labels, data.held_out_owner, data.held_out.classes)
         values |= clients.values
-    return Evaluation(values, report, clients)
+    return Evaluation(values, report, clients, scores)

@@ -139,9 +139,11 @@ class TextQuery(CTranHead):
     def embeddings(self, width: int) -> LabelEmbeddings | None:
         from fedmll.models import text
 
-        option = self.options
+        option, finished = self.options, self.task.finished
         if not option.ule or option.encoder == text.LEARNED:
             return None
+        if finished is not None:
+            return LabelEmbeddings(finished.frozen.get("labels"), finished.frozen.get("states"))
         fine = {} if option.fine_names is None else text.read_fine_names(option.fine_names)
         return text.label_embeddings(
             option.encoder,

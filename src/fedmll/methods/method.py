@@ -192,7 +192,8 @@ class Method:
 
     def model(self) -> Network:
         setting, seed = self.task.experiment.model, self.task.seed
-        backbone = fit_out(build_backbone(setting, self.task.sample_shape, seed), setting, seed)
+        layout = None if self.task.finished is None else self.task.finished.layout
+        backbone = fit_out(build_backbone(setting, self.task.sample_shape, seed, layout), setting, seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.task.seed, "head"))
             return self.network_head.build(backbone)

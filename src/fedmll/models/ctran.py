@@ -78,7 +78,7 @@ class CTran(Network):
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         """The labels' tokens (batch, classes, width) as they come out. `states` None: all unknown."""
         image_tokens = self.tokens(images).flatten(2).transpose(1, 2)
-        tokens = self.norm(torch.cat([image_tokens, self.label_tokens(states, len(images))], dim=1))
+        tokens = self.norm(torch.cat([image_tokens, self.label_tokens(states, images.shape[0])], dim=1))
         for layer in self.layers[:-1]:
             tokens = layer(tokens, tokens)
         labels: Tensor = self.layers[-1](tokens[:, -len(self.labels) :], tokens)  # nobody asks for the image's any more

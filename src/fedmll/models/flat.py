@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,18 +104,31 @@ class FlatWeights:
                 vector[place.where].view(place.shape).copy_(named[name])
 
 
+def frozen_tensors(model: nn.Module) -> Tensors:
+    """What FlatWeights leaves out, by name; the model's own tensors, not copies."""
+    persistent = set(model.state_dict())
+    frozen: Tensors = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    kept = _frozen_buffers(model)
+    return frozen | {name: b for name, b in model.named_buffers() if name not in persistent or name in kept}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Of a model that is loaded from its file: what was never trained, by name, and the backbone's layout. What these
+    were made from (weight files, text encoders) is not needed any more."""
+
+    frozen: Tensors
+    layout: dict[str, Any] | None = None
+
+
 Sketch = list[float]
 
 
 def frozen_sketch(model: nn.Module) -> dict[str, Sketch]:
     """What FlatWeights leaves out, a few numbers a tensor: its norm, and its products with fixed vectors of ±1. Two
     machines that built the same tensor agree to rounding (a hash would not forgive the last bit of a QR)."""
-    persistent = set(model.state_dict())
-    frozen: Tensors = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    kept = _frozen_buffers(model)
-    frozen |= {name: b for name, b in model.named_buffers() if name not in persistent or name in kept}
     sketches = {}
-    for name, tensor in frozen.items():
+    for name, tensor in frozen_tensors(model).items():
         values = tensor.detach().double().cpu().flatten().numpy()
         signs = numpy_generator(0, "sketch", name).integers(0, 2, (SKETCH, len(values)), dtype=np.int8) * 2.0 - 1
         sketches[name] = [float(np.linalg.norm(values)), *(signs @ values).tolist()]

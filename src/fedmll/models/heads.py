@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
     def forward(self, queries: Tensor, tokens: Tensor) -> Tensor:
         key, value = map(self._split, self.key_value(tokens).chunk(2, dim=-1))
-        query = self._queries(queries, len(tokens))
+        query = self._queries(queries, tokens.shape[0])  # len() would be a constant where it is exported
         if self.training and self.dropout > 0:
             read = dropout(_weights(query, key), self.dropout) @ value
         else:
@@ -92,7 +92,7 @@ class Attention(nn.Module):
     def weights(self, queries: Tensor, tokens: Tensor) -> Tensor:
         """Where each query looks: (batch, heads, Q, S); a row sums to 1."""
         key, _ = map(self._split, self.key_value(tokens).chunk(2, dim=-1))
-        return _weights(self._queries(queries, len(tokens)), key)
+        return _weights(self._queries(queries, tokens.shape[0]), key)
 
     def _queries(self, queries: Tensor, batch: int) -> Tensor:
         split = self._split(self.query(queries))
@@ -143,7 +143,7 @@ class Ladm(nn.Module):
     def _sequence(self, tokens: Tensor) -> Tensor:
         """Z̃ = Z + P (batch, S, width)."""
         if self.positional:
-            tokens = tokens + positional_encoding(*tokens.shape[1:], tokens.device)
+            tokens = tokens + positional_encoding(*map(int, tokens.shape[1:]), tokens.device)
         return tokens.flatten(2).transpose(1, 2)
 
 

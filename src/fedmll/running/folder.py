@@ -22,7 +22,7 @@ from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
 
 EXPERIMENT, DATA, SUMMARY, METRICS, LOCK = "experiment.toml", "data.json", "summary.json", "metrics.jsonl", ".lock"
-MODEL = "model.safetensors"
+MODEL, PREDICTIONS, PER_CLASS = "model.safetensors", "predictions.npz", "per_class.csv"
 MEMORY = Path("checkpoint") / "memory"
 PLUGINS = "plugins.json"
 

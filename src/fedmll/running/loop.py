@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,7 +32,6 @@ from fedmll.running.folder import (
     EXPERIMENT,
     MEMORY,
     METRICS,
-    MODEL,
     SUMMARY,
     Row,
     check_data,
@@ -45,10 +43,10 @@ from fedmll.running.folder import (
     logging_to,
     read_rows,
     to_json,
-    write_csv,
 )
 from fedmll.running.notebook import default_observer
 from fedmll.running.observers import Observer, Result
+from fedmll.running.outcome import leave
 
 SELECTION = "val_macro_auc"  # what "best on validation data" means, for early stopping and for tuning
 BEST = "best/"  # prefix of the best round's tensors in a checkpoint
@@ -266,35 +264,6 @@ class _Run:
             state, _, _ = self._exchange(state | message.tensors, self.experiment.training.rounds + 1)
             message, self.evaluations = method.deploy(state), {}
         found = self.evaluations.get(kept) or engine.evaluate(message)  # not twice: between machines it is an exchange
-        weights = engine.learner.named(message)
-        if not method.mean.alone:
-            with files.replacing(self.out / MODEL) as temporary:
-                save_file({k: t.contiguous() for k, t in weights.items()}, temporary)
-        trained = len(data.pooled_rows) if method.pooled else int(data.sizes.sum())
-        summary = {
-            "method": self.experiment.method.name,
-            "data": self.experiment.data.label,
-            "seed": self.experiment.seed,
-            "round": kept,
-            "rounds": self.experiment.training.rounds,
-            "clients": len(data.names),
-            "classes": list(data.train.classes),
-            "sample_shape": list(data.train.sample_shape),
-            "samples": {"train": trained, "validation": len(data.validation), "test": len(data.test)},
-            "notes": list(self.notes),
-            "partition": data.report,
-            "parameters": engine.learner.weights.parameter_end,
-            "seconds": round(sum(row["seconds"] for row in self.rows), 3),
-            **{name: sum(row[name] for row in self.rows) for name in ("bytes_up", "bytes_down")},
-            "metrics": found.values,
-            "left_out": found.report.left_out,
-        }
-        files.write(self.out / SUMMARY, to_json(summary, indent=2) + "\n")
-        per_class = {"class": np.array(data.test.classes), **found.report.per_class}
-        write_csv(self.out / "per_class.csv", per_class)
-        per_client: dict[str, NDArray[Any]] = {}
-        if found.clients is not None:
-            per_client = found.clients.table | {"client": np.array(data.names)[found.clients.table["client"]]}
-            write_csv(self.out / "per_client.csv", per_client)
+        left = leave(self.out, data, engine.learner, message, found, kept, self.rows, self.notes)
         self.log.info("finished: %s", self.out / SUMMARY)
-        return Result(self.experiment, self.out, self.rows, summary, weights, per_class, per_client)
+        return left

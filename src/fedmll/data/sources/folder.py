@@ -45,7 +45,9 @@ def load(request: Request) -> Splits:
         )
     found = read(file, root, request.size, request.reading, request.progress)
     table = found.table
-    samples = Dataset(found.store, table.labels, table.classes, found.rows, table.clients, table.patients)
+    files = np.full(len(found.store), "", dtype=f"<U{max(map(len, table.names))}")
+    files[found.rows] = table.names
+    samples = Dataset(found.store, table.labels, table.classes, found.rows, table.clients, table.patients, files=files)
     splits = splits_of(samples, table.split, f"'{file}'", request.require_positives, request.reading.group)
     return replace(splits, window=found.window, notes=found.notes)
 

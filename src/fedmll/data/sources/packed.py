@@ -47,6 +47,7 @@ def load(request: Request) -> Splits:
         classes,
         groups=arrays["client"].astype(str) if "client" in arrays else None,
         patients=next((arrays[name].astype(str) for name in patients if name in arrays), None),
+        files=arrays["name"].astype(str) if "name" in arrays else None,
     )
     split = _split(arrays)
     kept, skipped = readable(

@@ -227,18 +227,19 @@ class FlowerEngine:
 
     def evaluate(self, message: Message) -> Evaluation:
         """On the server's test data, if it has any; and on the clients' own, averaged by size."""
-        report, values = metrics.Report({}, {}, {}), {}
+        report, values, found = metrics.Report({}, {}, {}), {}, {}
         if len(self.federation.test):
             self.learner.receive(message)
             data = self.federation.test
             scores = self.learner.predict(data, 0, len(data)).numpy()
-            pooled = evaluate_pooled(self.federation, {"test": scores})
+            found = {"test": scores}
+            pooled = evaluate_pooled(self.federation, found)
             report, values = pooled.report, pooled.values
         clients = self._clients_evaluation(message)
         if clients is not None:
             means = clients.values
             values = means | values | {f"val_{k}": means[k] for k in VALIDATED if k in means}
-        return Evaluation(values, report, clients)
+        return Evaluation(values, report, clients, found)
 
     def _clients_evaluation(self, message: Message) -> metrics.ClientReport | None:
         introductions = self.roster.introductions

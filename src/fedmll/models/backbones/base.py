@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +31,11 @@ class Backbone(nn.Module):
         super().__init__()
         self.neck: nn.Module | None = None  # between tokens and head (models/frozen.py)
         self.frozen: tuple[nn.Module, ...] = ()  # of its stages
+
+    @property
+    def layout(self) -> dict[str, Any] | None:
+        """What it is built from where the experiment alone does not say it (JSON); None: the experiment does."""
+        return None
 
     @property
     def whole_is_frozen(self) -> bool:
@@ -72,10 +78,16 @@ def he_initialised(backbone: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def build_backbone(model: Model, sample_shape: tuple[int, ...], seed: int) -> Backbone:
-    """The same initial weights for every method: they depend on the seed and on nothing else."""
+def build_backbone(
+    model: Model, sample_shape: tuple[int, ...], seed: int, layout: Mapping[str, Any] | None = None
+) -> Backbone:
+    """The same initial weights for every method: they depend on the seed and on nothing else. `layout`: as a finished
+    model's file has it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "backbone"))
+        if layout is not None:
+            backbone: Backbone = registry.find("layout", model.backbone)(layout)
+            return backbone
         return _built(model, sample_shape)
 
 

@@ -7,6 +7,7 @@ ViT-B/16. Without it: a small one, untrained, of `model.channels` (as many layer
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from fedmll.registry import register
 from fedmll.settings import Model
 
 HEAD_WIDTH = 32  # of a small transformer's attention heads
+LAYOUT = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
+    *("image_size", "patch_size", "num_channels", "qkv_bias", "layer_norm_eps"),
+)  # what a transformer's shape depends on
 TOKENS = 8  # a small transformer's map has about 8 × 8
 
 
@@ -34,6 +39,11 @@ class VisionTransformer(Backbone):
         self.width = config.hidden_size
         self.patch = config.patch_size
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        config: Any = self.network.config
+        return {key: value for key, value in json.loads(config.to_json_string()).items() if key in LAYOUT}
+
     def stages(self) -> list[nn.Module]:
         """The embeddings; then every layer, the last one with the norm after it."""
         network: Any = self.network
@@ -43,7 +53,7 @@ class VisionTransformer(Backbone):
     def forward(self, images: Tensor) -> Tensor:
         rows, columns = images.shape[2] // self.patch, images.shape[3] // self.patch
         tokens: Tensor = self.network(pixel_values=images).last_hidden_state[:, 1:]
-        return tokens.mT.reshape(len(images), self.width, rows, columns)
+        return tokens.transpose(1, 2).unflatten(-1, (int(rows), int(columns)))
 
 
 @register("backbone", "vit")
@@ -51,6 +61,14 @@ def vit(model: Model, sample_shape: tuple[int, ...]) -> VisionTransformer:
     if model.weights is None:
         return small_vit(sample_shape, model.channels)
     return pretrained_vit(model.weights, sample_shape)
+
+
+@register("layout", "vit")
+def vit_of_layout(layout: Mapping[str, Any]) -> VisionTransformer:
+    """As a finished model's file describes it; untrained."""
+    library = _library()
+    config = library.ViTConfig(**{key: value for key, value in layout.items() if key in LAYOUT})
+    return VisionTransformer(library.ViTModel(config, add_pooling_layer=False))
 
 
 def small_vit(sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> VisionTransformer:
