@@ -75,7 +75,11 @@ def described(task: Task, training: int, held_out: int, memory: float) -> list[t
         ("image size", " × ".join(map(str, task.sample_shape))),
         ("model", f"{experiment.model.backbone}; with a batch about {memory / GIGABYTE:.2g} GB of memory"),
         ("clients", str(task.clients)),
-        ("leaves once", "your name, numbers of images, the names of the classes you annotate, a digest of the data"),
+        (
+            "leaves once",
+            "your name, numbers of images, the names of the classes you annotate, a digest of the data, a few numbers "
+            "of what is frozen in the model",
+        ),
         ("leaves a round", "the trained weights, loss, number of images and steps" + _listed("; of the parts: ", more)),
         ("leaves a test", "metrics of the common model on your held-out images" if held_out else "nothing"),
     ]

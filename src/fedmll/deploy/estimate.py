@@ -5,6 +5,7 @@ server asks for, the worst is that this process ends."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import resource
@@ -22,6 +23,7 @@ from fedmll.methods import make
 
 SECONDS = 120  # for a network that is built and sees two images
 TRIED = 2  # images
+PIXEL_BYTES = 4
 WEIGHT_COPIES = 6  # the weights, their gradients, two moments of the optimiser, what was received, the reply
 GIGABYTE = 1e9
 
@@ -29,33 +31,44 @@ GIGABYTE = 1e9
 def bytes_needed(task: Task, images: int, most: float) -> float:
     """Of the model and a batch. More than `most` bytes, or what cannot be built within them, is refused."""
     batch = min(task.experiment.training.batch_size, images)
+    pixels = 2.0 * batch * math.prod(task.sample_shape) * PIXEL_BYTES  # as they are, and as the network takes them
+    if pixels > most:
+        raise _too_much(task, batch, most, f"more than {most / GIGABYTE:g} GB")
+    kind, _, text = _tried(task, most).partition(" ")
+    if kind == "error":
+        raise _its_error(text)
+    if kind != "bytes":
+        raise _too_much(task, batch, most, f"more than {most / GIGABYTE:g} GB")
+    weights, activations = (float(number) for number in text.split())
+    total = WEIGHT_COPIES * weights + 2 * batch * activations / TRIED + pixels
+    if total > most:
+        raise _too_much(task, batch, most, f"about {total / GIGABYTE:.1f} GB")
+    return total
+
+
+def _too_much(task: Task, batch: int, most: float, size: str) -> Refused:
+    return Refused(
+        "limits",
+        f"A batch of {batch} images of {' × '.join(map(str, task.sample_shape))} and the model would take {size} of "
+        f"memory here; your limit is {most / GIGABYTE:g} GB (--max-memory).",
+    )
+
+
+def _tried(task: Task, most: float) -> str:
+    """What the other process found; nothing if it died or took too long."""
     context = multiprocessing.get_context("fork")  # with everything that is imported: it is there at once
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_try, args=(task, most, theirs), daemon=True)
     child.start()
     theirs.close()
     try:
-        found = ours.recv_bytes().decode() if ours.poll(SECONDS) else ""
+        return ours.recv_bytes().decode() if ours.poll(SECONDS) else ""
     except EOFError:
-        found = ""
+        return ""
     finally:
         child.kill()
         child.join()
         ours.close()
-    kind, _, text = found.partition(" ")
-    if kind == "error":
-        raise _its_error(text)
-    weights, activations = (float(number) for number in text.split()) if kind == "bytes" else (most, most)
-    pixels = float(batch * torch.Size(task.sample_shape).numel() * 4)
-    total = WEIGHT_COPIES * weights + 2 * batch * activations / TRIED + 2 * pixels
-    if total > most:
-        size = f"about {total / GIGABYTE:.1f} GB" if kind == "bytes" else f"more than {most / GIGABYTE:g} GB"
-        raise Refused(
-            "limits",
-            f"A batch of {batch} images of {' × '.join(map(str, task.sample_shape))} and the model would take {size} "
-            f"of memory here; your limit is {most / GIGABYTE:g} GB (--max-memory).",
-        )
-    return total
 
 
 def _its_error(text: str) -> FedmllError:
