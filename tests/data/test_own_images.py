@@ -375,7 +375,7 @@ def test_a_site_has_the_same_choices(tmp_path: Path) -> None:
 
 
 def test_colour_images_do_not_fit_a_grey_federation(tmp_path: Path) -> None:
-    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "0.png")
+    Image.fromarray(np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)).save(tmp_path / "0.png")
     (tmp_path / "labels.csv").write_text("image,sick\n0.png,1\n")
     here = Site("north", tmp_path / "labels.csv", tmp_path, tmp_path / "memory")
     with pytest.raises(DataError, match=r"are \(3, 8, 8\).*works with \(1, 8, 8\)"):

@@ -82,6 +82,8 @@ def write_consortium(folder: Path, with_keys: bool = True) -> Consortium:
         keys.init(folder / "keys", [])
         for name in (*NAMES, "stranger"):
             keys.new_node(folder / "keys", name)
+            known = [label for number, label in enumerate(CLASSES) if number not in NOT_ANNOTATED.get(name, ())]
+            (folder / "keys" / f"{name}.labels").write_text("\n".join(known) + "\n")
     return Consortium(folder)
 
 

@@ -65,7 +65,7 @@ class World:
     def join(self, name: str, key: str | None = None, log: str | None = None, *more: str) -> subprocess.Popen[bytes]:
         home = self.consortium.folder
         options: list[str | Path] = ["--name", name, "--csv", home / name / "labels.csv", "--images", home / "images"]
-        options += ["--memory", self.folder / f"memory-{log or name}", "--patience", "100", "--device", "cpu"]
+        options += ["--memory", self.folder / f"memory-{log or name}", "--patience", "100", "--device", "cpu", "--yes"]
         if "--insecure" not in more:
             options += ["--ca", self.consortium.keys / "ca.crt", "--key", self.consortium.keys / f"{key or name}.key"]
         return self.start(log or name, "join", f"localhost:{self.port}", *options, *more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,26 @@ pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)
 from flwr.app import Message as FlowerMessage
 from safetensors.torch import load_file, save_file
 from sites import NAMES, Consortium
-from test_flower import FakeGrid, Hear, close, consortium, drive, make_grid, quick  # noqa: F401  (fixtures)
+from test_flower import (  # noqa: F401  (fixtures)
+    FakeGrid,
+    FakeNode,
+    Hear,
+    close,
+    consortium,
+    drive,
+    make_grid,
+    quick,
+    site_of,
+)  # fmt: skip
 
 from fedmll import run
 from fedmll.deploy import serving
-from fedmll.deploy.flower.records import from_records
+from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import EVALUATE, HELLO
+from fedmll.deploy.site_worker import remember_site
 from fedmll.errors import ConfigError, FederationError
 from fedmll.experiment import Experiment
+from fedmll.message import Message
 
 
 def test_sites_are_told_what_the_server_decided() -> None:
@@ -59,23 +72,20 @@ def hash_of(word: str, place: int, seed: int) -> int:
     return sum(ord(letter) * 31**i for i, letter in enumerate(word)) * (place + 7) * (seed + 3) + place * 131
 
 
+def with_file(consortium: Consortium, folder: Path, file: Path, others: dict[str, Path]) -> FakeGrid:  # noqa: F811
+    """Every site has a copy of the file; those of `others` another one."""
+    grid = make_grid(consortium, folder)
+    for node in grid.nodes:
+        here = replace(site_of(consortium, node.name, folder), files=(others.get(node.name, file),))
+        remember_site(here, node.site_file)
+    return grid
+
+
 def test_a_site_with_another_text_encoder_is_refused(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
-    file = tmp_path / "vectors.txt"
+    file, other = tmp_path / "vectors.txt", tmp_path / "other.txt"
     glove(file, 0)
-
-    class TwoEncoders(FakeGrid):
-        """Under the path that the experiment names, site-b has another file."""
-
-        def push_messages(self, messages: list[FlowerMessage]) -> list[str]:
-            ids = []
-            for message in messages:
-                greeted = message.metadata.message_type == HELLO and message.metadata.dst_node_id == 2
-                glove(file, 1 if greeted else 0)
-                ids += super().push_messages([message])
-            glove(file, 0)
-            return ids
-
-    grid, hear = TwoEncoders(make_grid(consortium, tmp_path).nodes), Hear()
+    glove(other, 1)
+    grid, hear = with_file(consortium, tmp_path, file, {"site-b": other}), Hear()
     with pytest.raises(FederationError, match="site-b did not come"):
         drive(
             consortium, grid, tmp_path / "out", hear, method__name="fedlgt", method__encoder=f"glove:{file}",
@@ -83,6 +93,31 @@ def test_a_site_with_another_text_encoder_is_refused(consortium: Consortium, tmp
         )  # fmt: skip
     refusals = [text for text in hear.said if "refused" in text]
     assert refusals
+    assert all(text.startswith("site-b is refused: it lacks a file that the experiment") for text in refusals)
+    for message in grid.sent:
+        assert str(tmp_path) not in json.dumps(from_records(message.content)[1])
+
+
+def test_a_site_whose_encoder_reads_otherwise_is_refused(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    """The same file, and other vectors: another version of a library, or a site that lies."""
+    file = tmp_path / "vectors.txt"
+    glove(file, 0)
+    grid, hear = with_file(consortium, tmp_path, file, {}), Hear()
+
+    def lie(node: FakeNode, sent: FlowerMessage, reply: FlowerMessage) -> FlowerMessage:
+        if node.name != "site-b" or sent.metadata.message_type != HELLO:
+            return reply
+        _, about = from_records(reply.content)
+        about["frozen"] = {name: [2 * number for number in numbers] for name, numbers in about["frozen"].items()}
+        return FlowerMessage(to_records(Message(), about), reply_to=sent)
+
+    grid.tamper = lie
+    with pytest.raises(FederationError, match="site-b did not come"):
+        drive(
+            consortium, grid, tmp_path / "out", hear, method__name="fedlgt", method__encoder=f"glove:{file}",
+            training__rounds=1, join_timeout=1.0,
+        )  # fmt: skip
+    refusals = [text for text in hear.said if "refused" in text]
     assert all(text.startswith("site-b is refused: what is frozen in its model is not what") for text in refusals)
     assert "labels" in refusals[0]
 
@@ -125,11 +160,13 @@ def test_a_site_with_another_frozen_backbone_is_refused_and_its_weights_never_tr
 
 
 def test_sites_with_the_same_encoder_are_welcome(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
-    glove(tmp_path / "vectors.txt", 0)
-    hear = Hear()
+    file, hear = tmp_path / "vectors.txt", Hear()
+    glove(file, 0)
+    (tmp_path / "copy").mkdir()
+    copy = shutil.copy(file, tmp_path / "copy" / "under-another-name.txt")
     drive(
-        consortium, make_grid(consortium, tmp_path), tmp_path / "out", hear, method__name="fedlgt",
-        method__encoder=f"glove:{tmp_path / 'vectors.txt'}", training__rounds=1,
+        consortium, with_file(consortium, tmp_path, Path(copy), {}), tmp_path / "out", hear, method__name="fedlgt",
+        method__encoder=f"glove:{file}", training__rounds=1,
     )  # fmt: skip
     assert not [text for text in hear.said if "refused" in text]
 

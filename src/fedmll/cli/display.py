@@ -130,7 +130,7 @@ def site_table(name: str, summary: Summary) -> Table:
     held_out = "" if summary.held_out is None else f", {summary.held_out} of them held out"
     title = f"{name}: {summary.images} images, all readable{held_out}"
     counts = zip(summary.classes, summary.present, summary.absent, summary.unknown, strict=True)
-    rows = [(label, *map(str, line)) for label, *line in counts]
+    rows = [(escape(label), *map(str, line)) for label, *line in counts]
     return plain_table(title, ("class", "present", "absent", "unknown"), rows)
 
 

@@ -124,6 +124,20 @@ def join(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "auto",
     patience: Annotated[float, typer.Option("--patience", help="Seconds to wait for a server that is away.")] = 3600,
+    yes: Annotated[bool, typer.Option("--yes", help="Approve the experiment without being asked.")] = False,
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option("--weights", metavar="FILE", help="Your copy of a file the experiment starts from; repeatable."),
+    ] = None,
+    keep_cache: Annotated[
+        bool, typer.Option("--keep-cache", help="Keep the prepared images in the memory folder.")
+    ] = False,
+    max_rounds: Annotated[int, typer.Option("--max-rounds", help="Take part in no run with more rounds.")] = 1000,
+    min_images: Annotated[int, typer.Option("--min-images", help="Train on so many images or not at all.")] = 10,
+    max_memory: Annotated[float, typer.Option("--max-memory", help="Most GB for the model and a batch.")] = 4.0,
+    methods: Annotated[str | None, typer.Option("--methods", help="The only methods you allow, comma-separated.")] = (
+        None
+    ),
     plugins: Plugins = None,
 ) -> None:
     """Take part in a federation with your own images: check them, then serve until the run is over.
@@ -132,12 +146,16 @@ def join(
     """
     from fedmll.cli import display
     from fedmll.deploy import joining, keys
+    from fedmll.deploy.approval import Limits
     from fedmll.deploy.site import Site, check
+    from fedmll.methods import find
 
     load_files(plugins)
     if data != "folder":
         raise ConfigError(f"--data takes 'folder' (a CSV and a folder of images); it got '{data}'.")
     folder = memory or Path(f"fedmll-{keys.check_name(name)}")
+    for method in names_in(methods):
+        find(method)  # a slip of the pen is an error here, not a refusal later
     site = Site(
         name,
         csv.resolve(),
@@ -149,6 +167,10 @@ def join(
         group,
         window_in(window),
         skip_unreadable,
+        tuple(file.resolve() for file in weights or ()),
+        Limits(max_rounds, min_images, max_memory, names_in(methods)),
+        not yes,
+        keep_cache,
     )
     with display.RunProgress(0) as progress:
         summary = check(site, progress.preparing)

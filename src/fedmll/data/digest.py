@@ -16,17 +16,17 @@ LARGEST_READ = 1 << 29  # bytes: of a larger store only samples spread evenly ov
 Facts = dict[str, Any]  # plain JSON
 
 
-def facts_of(parts: dict[str, Dataset]) -> dict[str, Facts]:
+def facts_of(parts: dict[str, Dataset], every_image: bool = False) -> dict[str, Facts]:
     """Facts about each part (training, validation, test data) that has samples."""
-    return {name: _facts(data) for name, data in parts.items() if len(data)}
+    return {name: _facts(data, every_image) for name, data in parts.items() if len(data)}
 
 
-def digest_of(parts: dict[str, Dataset]) -> str:
-    """The facts as one short word."""
-    return hashlib.blake2b(json.dumps(facts_of(parts)).encode(), digest_size=16).hexdigest()
+def digest_of(parts: dict[str, Dataset], every_image: bool = False) -> str:
+    """The facts as one short word. With `every_image` no image of a large store is left out."""
+    return hashlib.blake2b(json.dumps(facts_of(parts, every_image)).encode(), digest_size=16).hexdigest()
 
 
-def _facts(data: Dataset) -> Facts:
+def _facts(data: Dataset, every_image: bool) -> Facts:
     return {
         "samples": len(data),
         "shape": list(data.sample_shape),
@@ -34,14 +34,14 @@ def _facts(data: Dataset) -> Facts:
         "present": (data.labels == PRESENT).sum(axis=0).tolist(),
         "unknown": (data.labels == UNKNOWN).sum(axis=0).tolist(),
         "labels": _hash(np.ascontiguousarray(data.labels)),
-        "images": _images(data),
+        "images": _images(data, every_image),
     }
 
 
-def _images(data: Dataset) -> str:
+def _images(data: Dataset, every_image: bool) -> str:
     """A hash of the samples in their order."""
     size = int(np.prod(data.sample_shape)) * data.store.itemsize
-    step = max(1, -(-len(data) * size // LARGEST_READ))
+    step = 1 if every_image else max(1, -(-len(data) * size // LARGEST_READ))
     chosen = np.arange(0, len(data), step)
     digest = hashlib.blake2b(digest_size=16)
     for start in range(0, len(chosen), IMAGES_AT_ONCE):

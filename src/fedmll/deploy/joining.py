@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedmll.deploy.own_folder import FLOWER, clear_cache, occupied, private
 from fedmll.deploy.site import Site
 from fedmll.deploy.site_worker import remember_site
 from fedmll.errors import ConfigError, FederationError
 
 LOOK_SECONDS = 5
 RESTART_SECONDS = 1
+LAST_WORD_SECONDS = 2
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,28 @@ class Access:
 
 
 def join(site: Site, access: Access, show: Callable[[str], None]) -> None:
-    """Serve the federation until the run is over."""
-    from fedmll.deploy.flower.executor import Executor
-    from fedmll.deploy.flower.processes import Child, Node, free_port, new_secret
-
+    """Serve the federation until the run is over. What it writes is for its owner only; prepared images do not stay."""
     for path in (access.ca, access.key):
         if path is not None and not path.is_file():
             raise ConfigError(f"{path} does not exist; `fedmll keys` makes keys and says what to send to whom.")
+    for path in site.files:
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist (--weights).")
+    with private(), occupied(site.memory, site.name):
+        try:
+            _serve(site, access, show)
+        finally:
+            if not site.keep_cache:
+                clear_cache(site.memory)
+
+
+def _serve(site: Site, access: Access, show: Callable[[str], None]) -> None:
+    from fedmll.deploy.flower.executor import Executor
+    from fedmll.deploy.flower.processes import Child, Node, free_port, new_secret
+    from fedmll.deploy.flower.site_app import standing
+
     look(access, show)
-    folder = site.memory / "flower"
+    folder = site.memory / FLOWER
     site_file, secret = folder / "site.json", new_secret(folder)
     remember_site(site, site_file)
     deadline = time.monotonic() + access.patience
@@ -66,10 +81,14 @@ def join(site: Site, access: Access, show: Callable[[str], None]) -> None:
         try:
             executor = Executor(node.port, secret, site_file)
             show(f"{site.name} waits for {access.server}")
-            executor.serve(lambda child=child: not child.ended())  # type: ignore[misc]
+            executor.serve(lambda child=child: not (child.ended() or standing.declined))  # type: ignore[misc]
+            if standing.declined:
+                time.sleep(LAST_WORD_SECONDS)  # the SuperNode sends the refusal on
         finally:
             child.stop()
-        if executor.over:
+        if standing.declined:
+            raise FederationError(standing.declined)
+        if executor.over and standing.farewell:
             show("the run is over")
             return
         _explain(site, access, child.said())

@@ -19,7 +19,7 @@ from fedmll import files
 from fedmll.data import federation
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
 from fedmll.data.images.cache import Progress, silent
-from fedmll.deploy import keys
+from fedmll.deploy import keys, telling
 from fedmll.experiment import Experiment
 
 CELLS = {PRESENT: "1", ABSENT: "0", UNKNOWN: ""}
@@ -66,11 +66,14 @@ def prepare(experiment: Experiment, clients: int, folder: Path, progress: Progre
     )
     names = tuple(f"client-{number + 1}" for number in range(clients))
     for name, rows in zip(names, divided.samples, strict=True):
-        write_folder(divided.train.subset(rows), folder / name)
+        own = divided.train.subset(rows)
+        write_folder(own, folder / name)
         keys.new_node(folder / "keys", name)
+        known = np.array(own.classes)[(own.labels != UNKNOWN).any(axis=0)]
+        files.write(folder / "keys" / f"{name}.labels", "".join(f"{label}\n" for label in known))
     test = write_folder(divided.test, folder / "server")
     keys.init(folder / "keys", [])
-    own = {
+    served = {
         "data.name": f"folder:{test}",
         "data.root": str(test.parent / "images"),
         "data.size": divided.test.sample_shape[1:],
@@ -89,15 +92,16 @@ def prepare(experiment: Experiment, clients: int, folder: Path, progress: Progre
         "data.top_classes": None,
     }
     read = {"data.classes": (), "data.ignore": (), "data.group": None, "data.window": None}
-    return Rehearsal(names, experiment.changed(own | changed | plain | read), folder)
+    return Rehearsal(names, experiment.changed(served | changed | plain | read), folder)
 
 
 def join_command(rehearsal: Rehearsal, name: str, server: str, insecure: bool) -> list[str]:
     folder = rehearsal.folder / name
     command = [sys.executable, "-m", "fedmll", "join", server, "--name", name]
     command += ["--csv", str(folder / "labels.csv"), "--images", str(folder / "images")]
-    command += ["--memory", str(folder / "memory"), "--patience", "120"]
+    command += ["--memory", str(folder / "memory"), "--patience", "120", "--yes", "--min-images", "1"]
     command += [word for file in rehearsal.experiment.plugins for word in ("--plugin", file)]
+    command += [word for file in telling.files_named(rehearsal.experiment) for word in ("--weights", str(file))]
     if insecure:
         return [*command, "--insecure"]
     return [*command, "--ca", str(rehearsal.keys / "ca.crt"), "--key", str(rehearsal.keys / f"{name}.key")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from fedmll.data import federation, sources
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress
-from fedmll.deploy import keys, site
+from fedmll.deploy import keys, labels, site, telling
 from fedmll.deploy.site_worker import Setup
 from fedmll.engines.base import Engine
 from fedmll.errors import ConfigError, DataError, FederationError
@@ -135,6 +135,7 @@ def drive(
         observer.warning,
         classes,
         {} if method.private else frozen_sketch(method.model()),
+        label_sets=_label_sets(server, classes) if method.private else None,
     )
     _wait_for_all(roster, server, alive)
     engines: list[FlowerEngine] = []
@@ -158,6 +159,11 @@ def drive(
     return result
 
 
+def _label_sets(server: Server, classes: Sequence[str]) -> labels.Registered | None:
+    """Without keys nobody is who he says he is, and there is nothing to register with."""
+    return None if server.keys is None else labels.registered(Path(server.keys), server.clients, classes)
+
+
 def settled(experiment: Experiment, shape: tuple[int, ...]) -> Experiment:
     """The experiment with what the sites must not each decide for themselves."""
     return experiment.settled(federation.decisions(shape, has_validation=False) | {"partition.kind": "natural"})
@@ -171,7 +177,7 @@ def told(experiment: Experiment) -> dict[str, Any]:
     name = values["method"].pop("name")
     values["method"] = {"name": name} | find(name).told(values["method"])
     values["partition"].pop("server")
-    return values | {"data": {"name": NO_DATA}}
+    return telling.by_digest(values) | {"data": {"name": NO_DATA}}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,16 @@ from fedmll.data.images.labels_csv import LabelTable, read_labels
 from fedmll.data.images.reading import left_out, readable
 from fedmll.data.sources import folder
 from fedmll.data.targets import TEST, TRAIN
+from fedmll.deploy.approval import Limits
 from fedmll.errors import DataError, nearest
 from fedmll.settings import Reading
+
+AT_ONCE = 256  # images in memory while all are looked at
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a site's things lie."""
+    """Where a site's things lie, and what it agrees to."""
 
     name: str
     csv: Path
@@ -35,6 +38,10 @@ class Site:
     group: str | None = None
     window: tuple[float, float] | None = None
     skip_unreadable: bool = False
+    files: tuple[Path, ...] = ()  # its copies of files that an experiment names by their digest
+    limits: Limits = field(default_factory=Limits)
+    asks: bool = False  # a person approves every experiment at the terminal; off: approved beforehand
+    keep_cache: bool = False  # prepared images stay in the memory folder when the run is over
 
     @property
     def reading(self) -> Reading:
@@ -70,16 +77,24 @@ def check(site: Site, progress: Progress = silent) -> Summary:
     look = look_at(encoded, progress)
     window, failures = look.window(site.reading), look.refused(site.reading)
 
+    blank = np.zeros(len(table.paths), dtype=bool)
+
     def decode(position: int) -> None:
         if position not in failures:
             with open_image(encoded.read(position)) as image:
-                as_8_bit(image, "L", window)
+                low, high = as_8_bit(image, "L", window).getextrema()
+            blank[position] = low == high
 
     finish(work_through(encoded, decode, progress, "checking images", failures))
     unreadable = dict(sorted(failures.items()))
     kept, skipped = readable(len(table.paths), encoded.name, unreadable, site.reading, table.problems)
     notes = (*window_note(window), *left_out(table.missing, skipped))
+    if len(kept) and blank[kept].all():
+        raise _nothing_to_see(site)
+    if blank[kept].any():
+        notes = (*notes, f"{int(blank[kept].sum())} images are blank: every pixel has the same value")
     table = table.rows(kept)
+    _refuse_blank(site, table.labels)
     present, absent, unknown = ((table.labels == value).sum(0) for value in (PRESENT, ABSENT, UNKNOWN))
     held_out = None if table.split is None else int((table.split != TRAIN).sum())
     return Summary(len(table.paths), held_out, table.classes, present, absent, unknown, notes)
@@ -98,19 +113,33 @@ def load(
     found = folder.read(site.csv, site.images, (shape[1], shape[2]), site.reading, progress)
     table = found.table
     labels = table.labels if classes is None else _aligned(site, table, tuple(classes))
+    _refuse_blank(site, labels)
     annotated = (labels != UNKNOWN).any(0)
     names = table.classes if classes is None else tuple(classes)
     if classes is None:
         own = sorted(np.flatnonzero(annotated).tolist(), key=names.__getitem__)  # the order of a private client's rows
         labels, names, annotated = labels[:, own], tuple(names[column] for column in own), annotated[own]
     samples = Dataset(_as_shape(site, found.store, tuple(shape)), labels, names, found.rows)
-    if table.split is not None:
-        train, held_out = np.flatnonzero(table.split == TRAIN), np.flatnonzero(table.split != TRAIN)
-    else:
-        train, held_out = split_off(np.arange(len(samples)), holdout, seed, site.name, table.patients)
-    if not len(train):
-        raise DataError(f"'{site.csv}' has no training rows: mark some as split = train.")
+    train, held_out = _divided(site, table, seed, holdout)
+    if _all_blank(samples.subset(train)):
+        raise _nothing_to_see(site)
     return SiteData(samples.subset(train), samples.subset(held_out), annotated)
+
+
+def sizes(site: Site, seed: int, holdout: float) -> tuple[int, int]:
+    """Images to train on and held out, by the labels file alone: before any image is read."""
+    table = _table(site)
+    if not table.paths:
+        table.problems.report()
+    train, held_out = _divided(site, table, seed, holdout)
+    return len(train), len(held_out)
+
+
+def own_classes(site: Site) -> tuple[str, ...]:
+    """That it annotates, in the order of a private client's rows."""
+    table = _table(site)
+    known = (table.labels != UNKNOWN).any(0)
+    return tuple(sorted(name for name, any_known in zip(table.classes, known, strict=True) if any_known))
 
 
 def load_test(
@@ -131,6 +160,41 @@ def _table(site: Site) -> LabelTable:
 def _check_folder(site: Site) -> None:
     if not site.images.is_dir():
         raise DataError(f"The image folder '{site.images}' does not exist; give it with --images DIR.")
+
+
+def _divided(site: Site, table: LabelTable, seed: int, holdout: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows to train on, and held out."""
+    if table.split is not None:
+        train, held_out = np.flatnonzero(table.split == TRAIN), np.flatnonzero(table.split != TRAIN)
+    else:
+        train, held_out = split_off(np.arange(len(table.paths)), holdout, seed, site.name, table.patients)
+    if not len(train):
+        raise DataError(f"'{site.csv}' has no training rows: mark some as split = train.")
+    return train, held_out
+
+
+def _refuse_blank(site: Site, labels: NDArray[np.int8]) -> None:
+    if not (labels != UNKNOWN).any():
+        raise DataError(
+            f"'{site.csv}' says nothing: every cell of every class is blank, which means that it is not known. Write 1 "
+            "where a finding is present and 0 where it is absent."
+        )
+
+
+def _all_blank(data: Dataset) -> bool:
+    """Whether no image shows anything; the first that does is enough."""
+    for start in range(0, len(data), AT_ONCE):
+        images = data.samples(slice(start, start + AT_ONCE)).reshape(-1, int(np.prod(data.sample_shape)))
+        if (images.min(axis=1) != images.max(axis=1)).any():
+            return False
+    return True
+
+
+def _nothing_to_see(site: Site) -> DataError:
+    return DataError(
+        f"Every image of '{site.csv}' is blank (all its pixels have one value). Is {site.images} the right folder, and "
+        "--window right for images of more than 8 bits?"
+    )
 
 
 def _columns(table: LabelTable, classes: Sequence[str]) -> NDArray[np.int8]:
@@ -163,7 +227,14 @@ def _as_shape(site: Site, store: NDArray[np.uint8], shape: tuple[int, ...]) -> N
         return store
     if store.shape[1] == 1 and shape[0] == 3 and store.shape[2:] == shape[1:]:
         return np.broadcast_to(store, (len(store), *shape))  # grey images where the federation has colour
+    if store.shape[1] == 3 and shape[0] == 1 and store.shape[2:] == shape[1:] and _is_grey(store):
+        return store[:, :1]  # grey images that were saved as colour
     raise DataError(
         f"The images of {site.name} are {store.shape[1:]} (channels, height, width), and the federation works with "
         f"{shape}. The server sets their size by data.size, and grey or colour by sites.channels."
     )
+
+
+def _is_grey(store: NDArray[np.uint8]) -> bool:
+    parts = (store[start : start + AT_ONCE] for start in range(0, len(store), AT_ONCE))
+    return all(bool((part == part[:, :1]).all()) for part in parts)

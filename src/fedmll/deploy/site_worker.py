@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from fedmll import files
 from fedmll.client import Client, Task
 from fedmll.data.digest import digest_of
-from fedmll.data.images.cache import silent
-from fedmll.deploy import site
+from fedmll.data.images.cache import images_in, silent
+from fedmll.deploy import approval, own_folder, site
+from fedmll.deploy.approval import Limits
+from fedmll.deploy.estimate import GIGABYTE, bytes_needed
+from fedmll.deploy.refusals import Refused
 from fedmll.deploy.site import Site
+from fedmll.deploy.telling import with_own_files
 from fedmll.engines.learner import Learner, with_tokens
 from fedmll.engines.local import choose_device
 from fedmll.engines.memory import MemoryStore
-from fedmll.errors import ClientError, ConfigError
 from fedmll.evaluation import metrics
 from fedmll.experiment import Experiment
-from fedmll.message import Message
+from fedmll.message import Message, Tensors
 from fedmll.models.flat import frozen_sketch
-from fedmll.models.weights import locate
 
 ME = 0  # a site's memory store has one client
+_estimates: dict[tuple[Any, ...], float] = {}  # found once in a process: setup, site, images, limit → bytes
 
 
 @dataclass(frozen=True)
@@ -45,35 +49,59 @@ class Setup:
 
     @classmethod
     def from_json(cls, text: str) -> Setup:
-        values = json.loads(text)
-        classes = values.pop("classes")
-        return cls(**values | {"classes": None if classes is None else tuple(classes), "shape": tuple(values["shape"])})
+        """Refused: it is none."""
+        try:
+            values = json.loads(text)
+            classes = values["classes"]
+            found = cls(
+                **values | {"classes": None if classes is None else tuple(classes), "shape": tuple(values["shape"])}
+            )
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise Refused("message", f"What the server says of its experiment cannot be read ({error}).") from None
+        names, sides = found.classes or (), found.shape
+        if not all(isinstance(name, str) for name in names) or not isinstance(found.clients, int):
+            raise Refused("message", "What the server says of its classes and clients cannot be read.")
+        if len(sides) != 3 or not all(type(side) is int and side > 0 for side in sides):
+            raise Refused("message", "What the server says of the images' size cannot be read.")
+        return found
 
 
 class SiteWorker:
-    def __init__(self, where: Site, setup: Setup) -> None:
-        experiment = Experiment.make(setup.experiment | {"plugins": ()})  # a site imports what its own user says
-        if not setup.run.isalnum():
-            raise ConfigError(f"The server calls its run '{setup.run}', which is no name for a folder.")
-        weights = experiment.model.weights
-        if weights is not None:
-            try:
-                locate(weights)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"This site does not have the weights that the experiment starts from. {error}"
-                ) from None
-        self.site, device = where, choose_device(where.device)
+    """Approved before anything large is read or built."""
+
+    def __init__(self, where: Site, setup: Setup, show: Callable[[str], None] = print) -> None:
+        self.site, self.run = where, setup.run
+        self.folder = own_folder.folder_of_run(where.memory, setup.run)
+        own_folder.make_private(where.memory)
+        experiment = Experiment.make(with_own_files(setup.experiment, where.files) | {"data": {"name": "none"}})
+        device, share = choose_device(where.device), float(experiment.partition.holdout)
         torch.set_num_threads(1)  # as the local engine's workers: sums over several threads have other last bits
-        share = float(experiment.partition.holdout)
-        self.data = site.load(where, setup.classes, setup.shape, experiment.seed, share)
-        task = Task(experiment, self.data.train.classes, setup.shape, setup.clients, device)
-        self.learner = Learner(task)
-        self.digest = digest_of({"training": self.data.train, "held-out": self.data.held_out})
-        parts = {"train": self.data.train, "held_out": self.data.held_out}
-        self.data = replace(self.data, **with_tokens(task, self.learner.model.backbone, parts, silent))
-        self.folder = where.memory / setup.run
+        classes = site.own_classes(where) if setup.classes is None else setup.classes
+        task = Task(experiment, classes, setup.shape, setup.clients, device)
+        self._agree(setup, task, share, show)
+        with own_folder.private(), images_in(where.memory / own_folder.CACHE):
+            self.data = site.load(where, setup.classes, setup.shape, experiment.seed, share)
+            where.limits.check_images(len(self.data.train))  # without what had to be left out
+            self.learner = Learner(replace(task, classes=self.data.train.classes))
+            parts = {"train": self.data.train, "held_out": self.data.held_out}
+            self.digest = digest_of({"training": self.data.train, "held-out": self.data.held_out}, every_image=True)
+            self.data = replace(self.data, **with_tokens(task, self.learner.model.backbone, parts, silent))
         self.memory = MemoryStore(self.folder)
+
+    def _agree(self, setup: Setup, task: Task, share: float, show: Callable[[str], None]) -> None:
+        """Whether the site takes part: its limits, then a person."""
+        where, limits = self.site, self.site.limits
+        limits.check_settings(task.experiment)
+        training, held_out = site.sizes(where, task.seed, share)
+        limits.check_images(training)
+        key = (setup.to_json(), self.site.name, training, limits.max_memory)
+        if key not in _estimates:
+            _estimates[key] = bytes_needed(task, training, limits.max_memory * GIGABYTE)
+        asked = {name: value for name, value in setup.__dict__.items() if name != "run"}
+        rows = approval.described(task, training, held_out, _estimates[key])
+        confirm = approval.at_terminal if where.asks else approval.beforehand
+        with own_folder.private():
+            approval.approve(where.memory, asked, rows, show, confirm)
 
     def introduce(self) -> dict[str, Any]:
         """What the server learns of the site, and nobody else."""
@@ -96,16 +124,30 @@ class SiteWorker:
         )
         old = None if base is None else self.memory.path(ME, base)
         if old is not None and not old.exists():
-            raise ClientError(
-                f"{self.site.name} has lost its memory of round {base}, which the run goes on from. It can put the "
-                "folder of --memory back, or a new run must be started."
+            raise Refused(
+                "memory",
+                f"The memory of round {base}, which the run goes on from, is not in {self.folder}. Put the folder of "
+                "--memory back, or the server's operator must start a new run.",
             )
         if keep is not None:
             self.memory.keep_only({(ME, kept) for kept in (*keep, *(() if base is None else (base,)))})
-        memory = self.memory.read(old)
+        memory = self._remembered(old)
         reply = learner.train(client, message, memory)
-        self.memory.write(self.memory.path(ME, round), memory)
+        with own_folder.private():
+            self.memory.write(self.memory.path(ME, round), memory)
         return reply, bool(memory)
+
+    def _remembered(self, path: Path | None) -> Tensors:
+        try:
+            return self.memory.read(path)
+        except (SafetensorError, OSError) as error:
+            assert path is not None
+            raise Refused(
+                "memory",
+                f"The memory {path} cannot be read ({error}). It is set aside as {own_folder.set_aside(path).name}; "
+                f"nothing was deleted. If you have a copy, put it back as {path.name} and take part again from the "
+                "next round; otherwise the server's operator must start a new run.",
+            ) from None
 
     def evaluate(self, message: Message) -> dict[str, float]:
         """Every metric of the global model on the site's own held-out data."""
@@ -114,19 +156,24 @@ class SiteWorker:
         scores = self.learner.predict(data, 0, len(data)).numpy()
         return metrics.evaluate(scores, data.labels, data.classes).values
 
-    def forget(self) -> None:
-        """The run is over."""
-        self.memory.keep_only(set())
+
+def forget(where: Site, run: str) -> None:
+    """The run is over."""
+    MemoryStore(own_folder.folder_of_run(where.memory, run)).keep_only(set())
+    if not where.keep_cache:
+        own_folder.clear_cache(where.memory)
 
 
 def remember_site(where: Site, path: Path) -> None:
     """Write a site down, for who takes it from a file (Flower's own runtimes)."""
-    values = {name: str(value) if isinstance(value, Path) else value for name, value in where.__dict__.items()}
-    files.write(path, json.dumps(values))
+    files.write(path, json.dumps(asdict(where), default=str))
 
 
 def recall_site(path: Path) -> Site:
     values = json.loads(path.read_text())
-    paths = {name: Path(values[name]) for name in ("csv", "images", "memory")}
-    lists: dict[str, Any] = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Site(**values | paths | lists)
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    values |= {name: Path(values[name]) for name in ("csv", "images", "memory")}
+    values["files"] = tuple(map(Path, values.get("files", ())))
+    limits = values.get("limits", {})
+    values["limits"] = Limits(**limits | {"methods": tuple(limits.get("methods", ()))})
+    return Site(**values)

@@ -60,7 +60,7 @@ def find_encoder(name: str) -> Encoder:
             raise ConfigError(f"There is no GloVe file '{path}' (method.encoder = '{name}').")
         return Encoder(lambda texts: _glove(path, texts), (path,), whole_words=True)
     if colon and kind == "hub":
-        return _hugging_face(_fetched(argument, name), name)
+        return _hugging_face(fetched(argument, name), name)
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return _hugging_face(folder, name)
@@ -108,7 +108,8 @@ def _glove(path: Path, texts: Sequence[str]) -> Vectors:
     return means
 
 
-def _fetched(repository: str, name: str) -> Path:
+def fetched(repository: str, name: str) -> Path:
+    """The folder of a model of the hub, on this machine."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

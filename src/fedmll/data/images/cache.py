@@ -1,6 +1,7 @@
 """The cache of prepared images: each set is made once, kept as one memory-mapped `.npy`, and shared by all processes.
 
-It lives in `$FEDMLL_CACHE`, else in `~/.cache/fedmll`; deleting the folder only costs the time to build it again.
+It lives in `$FEDMLL_CACHE`, else in `~/.cache/fedmll`, or (a site of a real federation) in the site's own folder;
+deleting it only costs the time to build it again.
 A file there is complete or absent: it is written under another name, by one process at a time, and renamed when done.
 """
 
@@ -14,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -42,6 +44,24 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FEDMLL_CACHE") or "~/.cache/fedmll").expanduser()
 
 
+_own_folder: ContextVar[Path | None] = ContextVar("_own_folder", default=None)
+
+
+def image_folder() -> Path:
+    """Where prepared images lie: in the cache folder, or where `images_in` says."""
+    return _own_folder.get() or cache_folder()
+
+
+@contextmanager
+def images_in(folder: Path) -> Iterator[None]:
+    """Meanwhile prepared images are kept in a folder of their own, which can be shut to others and removed."""
+    token = _own_folder.set(folder)
+    try:
+        yield
+    finally:
+        _own_folder.reset(token)
+
+
 def content_key(*parts: object) -> str:
     """A name for what is prepared from exactly these parts; arrays count with their contents, type and shape."""
     digest = hashlib.blake2b(digest_size=16)
@@ -57,7 +77,7 @@ def content_key(*parts: object) -> str:
 def store_key(store: NDArray[np.uint8]) -> str:
     """The key of an image store. A store of the cache has it in its name already, and need not be read again."""
     path = mapped_file(store)
-    return path.stem if path is not None and path.parent == cache_folder() else content_key(store)
+    return path.stem if path is not None and path.parent == image_folder() else content_key(store)
 
 
 def cached(
@@ -65,7 +85,7 @@ def cached(
     what: str = "preparing images", kind: Any = np.uint8,
 ) -> NDArray[Any]:  # fmt: skip
     """The array called `key`, mapped. If it is not there, prepare() says its shape and how to fill it in."""
-    path = cache_folder() / f"{key}.npy"
+    path = image_folder() / f"{key}.npy"
     images = _mapped(path, kind)
     if images is not None:
         return images
@@ -81,7 +101,7 @@ def cached(
 
 def remembered(key: str, make: Callable[[], dict[Any, Any]]) -> dict[str, Any]:
     """A few facts about images under a key of their own; make() finds them out if they are not there."""
-    path = cache_folder() / f"{key}.json"
+    path = image_folder() / f"{key}.json"
     facts = _read_facts(path)
     if facts is None:
         with alone(path, lambda: None):
@@ -93,7 +113,7 @@ def remembered(key: str, make: Callable[[], dict[Any, Any]]) -> dict[str, Any]:
 
 def remember(key: str, facts: dict[Any, Any]) -> dict[str, Any]:
     text = json.dumps(facts)
-    write(cache_folder() / f"{key}.json", text)
+    write(image_folder() / f"{key}.json", text)
     return dict(json.loads(text))
 
 
@@ -135,8 +155,7 @@ def _build(path: Path, shape: tuple[int, ...], fill: Fill, kind: Any) -> None:
     if needed > free:  # asked beforehand: writing to a mapped file on a full disk kills the process
         raise DataError(
             f"The prepared images need {needed / 2**20:,.0f} MB and the cache folder '{path.parent}' has "
-            f"{free / 2**20:,.0f} MB free. Make room, choose a smaller image size, or set FEDMLL_CACHE to a folder on "
-            "a larger disk."
+            f"{free / 2**20:,.0f} MB free. Make room, choose a smaller image size, or {_elsewhere()} on a larger disk."
         )
     with replacing(path) as temporary:
         images = np.lib.format.open_memmap(temporary, mode="w+", dtype=kind, shape=shape)
@@ -163,6 +182,8 @@ def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _unusable(folder: Path, error: OSError) -> DataError:
-    return DataError(
-        f"The cache '{folder}' cannot be used ({error.strerror}). Set FEDMLL_CACHE to a folder that you can write to."
-    )
+    return DataError(f"The cache '{folder}' cannot be used ({error.strerror}): {_elsewhere()} that you can write to.")
+
+
+def _elsewhere() -> str:
+    return "set FEDMLL_CACHE to a folder" if _own_folder.get() is None else "give --memory a folder"

@@ -16,6 +16,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.app import RecordDict
 
 from fedmll import files
+from fedmll.deploy import labels
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import HELLO
 from fedmll.errors import ReplyRefused
@@ -79,6 +80,7 @@ class Roster:
     notice: Notice
     classes: Sequence[str] = ()  # that exist; empty: any
     frozen: Mapping[str, Sketch] = field(default_factory=dict)  # tensors that every site must have as the server has
+    label_sets: labels.Registered | None = None  # of clients that know their own classes only
     members: dict[str, Member] = field(default_factory=dict)
     introductions: dict[str, Introduction] = field(default_factory=dict)
 
@@ -158,6 +160,8 @@ class Roster:
                 "another node is connected under this name; a restart is taken back when that one is gone"
             )
         introduction = Introduction.of(told)
+        if self.label_sets is not None:
+            labels.check(self.label_sets, str(name), introduction.classes)
         strange = [label for label in introduction.classes if self.classes and label not in self.classes]
         if strange:
             raise ReplyRefused(f"it has the class '{strange[0]}', which this federation does not have")

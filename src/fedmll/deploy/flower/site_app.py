@@ -1,5 +1,6 @@
 """The ClientApp: any method of the registry at a site. It keeps nothing between messages but what is on the site's disk
-(and, where the process stays, the loaded data and model), so it runs on every Flower runtime."""
+(and, where the process stays, the loaded data and model), so it runs on every Flower runtime. It trusts no message: who
+it is from, what it is and what it says are checked, and what leaves is a reply of the method or a fixed sentence."""
 
 from __future__ import annotations
 
@@ -7,43 +8,70 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context
+from flwr.app import Context, Error
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 
 from fedmll.deploy.flower.records import from_records, to_records
-from fedmll.deploy.site_worker import Setup, SiteWorker, recall_site
-from fedmll.errors import DataError, FedmllError
+from fedmll.deploy.refusals import LONGEST_TEXT, Refused, plain, sentence
+from fedmll.deploy.site_worker import Setup, SiteWorker, forget, recall_site
+from fedmll.errors import FedmllError
 from fedmll.message import Message
 
 SITES = "FEDMLL_SITES"
 HELLO, TRAIN, EVALUATE, BYE = "query.hello", "train", "evaluate", "query.bye"
+KINDS = (HELLO, TRAIN, EVALUATE, BYE)
 
-app = ClientApp()
+
+class SiteApp(ClientApp):
+    """Messages of the server's that it knows; the others are ignored, with a notice."""
+
+    def __call__(self, message: FlowerMessage, context: Context) -> FlowerMessage:
+        about, kind = message.metadata, message.metadata.message_type
+        if about.src_node_id != SUPERLINK_NODE_ID or about.run_id != context.run_id:
+            return _ignored(message, f"a message of node {about.src_node_id}, which is not the server of this run")
+        if kind not in KINDS:
+            return _ignored(message, f"a message of the unknown type '{kind}'")
+        return super().__call__(message, context)
+
+
+@dataclass
+class Standing:
+    """How the join that this process serves stands."""
+
+    farewell: bool = False  # the server of the run that it takes part in said that it is over
+    declined: str = ""  # why nobody approved
+    complaint: str = ""  # the last error that was shown: a server that asks again and again gets no more lines
+
+
+app = SiteApp()
+standing = Standing()
 Answer = tuple[Message, dict[str, Any]]
 
 _workers: dict[tuple[str, str], SiteWorker] = {}  # the newest only; by the site's file and the setup
 
 
 def show(text: str) -> None:
-    print(text, flush=True)
+    print(plain(text, LONGEST_TEXT), flush=True)
 
 
 @app.query("hello")
 def hello(message: FlowerMessage, context: Context) -> FlowerMessage:
-    return _answer(message, context, lambda worker, _, __: (Message(), worker.introduce()))
+    return _answer(message, context, lambda file, about, _: (Message(), _worker(file, about).introduce()))
 
 
 @app.train()
 def train(message: FlowerMessage, context: Context) -> FlowerMessage:
-    def work(worker: SiteWorker, sent: Message, about: dict[str, Any]) -> Answer:
-        begin = time.perf_counter()
-        reply, remembers = worker.train(sent, about["round"], about["base"], about["keep"])
-        seconds = time.perf_counter() - begin
-        show(f"round {about['round']}: loss {reply.numbers['loss']:.4g}, {seconds:.1f} s")
+    def work(file: Path, about: dict[str, Any], sent: Message) -> Answer:
+        worker, begin = _worker(file, about), time.perf_counter()
+        round, base, keep = _rounds(about, worker.learner.task.rounds)
+        reply, remembers = worker.train(sent, round, base, keep)
+        show(f"round {round}: loss {reply.numbers['loss']:.4g}, {time.perf_counter() - begin:.1f} s")
         return reply, {"memory": remembers}
 
     return _answer(message, context, work)
@@ -51,43 +79,74 @@ def train(message: FlowerMessage, context: Context) -> FlowerMessage:
 
 @app.evaluate()
 def evaluate(message: FlowerMessage, context: Context) -> FlowerMessage:
-    return _answer(message, context, lambda worker, sent, _: (Message({}, worker.evaluate(sent)), {}))
+    return _answer(message, context, lambda file, about, sent: (Message({}, _worker(file, about).evaluate(sent)), {}))
 
 
 @app.query("bye")
 def bye(message: FlowerMessage, context: Context) -> FlowerMessage:
-    def work(worker: SiteWorker, _: Message, about: dict[str, Any]) -> Answer:
-        worker.forget()
+    def work(file: Path, about: dict[str, Any], _: Message) -> Answer:
+        run = Setup.from_json(about.get("setup", "")).run
+        known = {worker.run for worker in _workers.values()}
+        if known and run not in known:  # without any, this process did not serve the run: a simulation's
+            raise Refused("message", f"A farewell of the run '{run}', in which this site does not take part: ignored.")
+        forget(recall_site(file), run)
+        standing.farewell = True
         return Message(), {}
 
     return _answer(message, context, work)
 
 
 def _answer(
-    message: FlowerMessage, context: Context, work: Callable[[SiteWorker, Message, dict[str, Any]], Answer]
+    message: FlowerMessage, context: Context, work: Callable[[Path, dict[str, Any], Message], Answer]
 ) -> FlowerMessage:
-    """Do it. An error is shown here in full, and to the server without the data: a file's name may be a patient's."""
+    """Do it. An error is shown here in full; the server hears a sentence of a fixed list."""
     name = ""
     try:
-        sent, about = from_records(message.content)
         file = _site_file(context)
         name = recall_site(file).name
-        reply, told = work(_worker(file, about["setup"]), sent, about)
+        sent, about = from_records(message.content)
+        reply, told = work(file, about, sent)
     except FedmllError as error:
-        show(f"error: {error}")
-        told = {"error": "its data cannot be used; it sees why" if isinstance(error, DataError) else str(error)}
-        reply = Message()
+        _complain(f"error: {error}")
+        reply, told = Message(), {"error": sentence(error)}
+        if isinstance(error, Refused) and error.code == "approval":
+            standing.declined = str(error)
     except Exception as error:
-        show(traceback.format_exc())
-        reply, told = Message(), {"error": f"an internal error ({type(error).__name__}); it sees the details"}
+        _complain(traceback.format_exc())
+        reply, told = Message(), {"error": sentence(error)}
     return FlowerMessage(to_records(reply, told | {"name": name}), reply_to=message)
 
 
-def _worker(file: Path, setup: str) -> SiteWorker:
+def _complain(text: str) -> None:
+    if text != standing.complaint:
+        show(text)
+    standing.complaint = text
+
+
+def _ignored(message: FlowerMessage, what: str) -> FlowerMessage:
+    _complain(f"ignored: {plain(what, 200)}")
+    return FlowerMessage(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "ignored"), reply_to=message)
+
+
+def _rounds(about: dict[str, Any], last: int) -> tuple[int, int | None, list[int] | None]:
+    """Which round is asked for, from the memory of which, and which memories to keep. Files are named after them."""
+    round, base, keep = about.get("round"), about.get("base"), about.get("keep")
+    kept = keep if isinstance(keep, list) else []
+    numbers = [round, *([] if base is None else [base]), *kept]
+    if not all(type(number) is int and 0 <= number <= last + 1 for number in numbers) or keep not in (None, kept):
+        raise Refused("message", "The server's message does not say properly which round it is about.")
+    assert isinstance(round, int)
+    return round, base, keep
+
+
+def _worker(file: Path, about: dict[str, Any]) -> SiteWorker:
+    setup = about.get("setup")
+    if not isinstance(setup, str):
+        raise Refused("message", "The server's message does not say what it is about.")
     key = (file.read_text(), setup)
     if key not in _workers:
         _workers.clear()
-        _workers[key] = SiteWorker(recall_site(file), Setup.from_json(setup))
+        _workers[key] = SiteWorker(recall_site(file), Setup.from_json(setup), show)
     return _workers[key]
 
 

@@ -1,0 +1,48 @@
+"""What a site says when it does not do as it is asked. The full reason is shown at the site; what leaves is one of a
+fixed list of sentences, so that no error can carry a file's name, a path or a patient's number away."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from fedmll.errors import ClientError, ConfigError, DataError, FedmllError, ReplyRefused
+
+SENTENCES = {
+    "data": "its data cannot be used; it sees why",
+    "settings": "it cannot work with the settings of this experiment; it sees which",
+    "limits": "the experiment is beyond a limit that it has set; it sees which",
+    "approval": "nobody there has approved the experiment",
+    "path": "the experiment names a path or a file; a site takes files by their digest only",
+    "file": "it lacks a file that the experiment starts from (join --weights); it sees which",
+    "memory": "it has lost its memory of the round that the run goes on from; it sees what to do",
+    "training": "it could not do its round; it sees why",
+    "message": "it was sent something that it cannot read",
+    "internal": "an internal error; it sees the details",
+}
+OF_ERRORS = {DataError: "data", ConfigError: "settings", ClientError: "training", ReplyRefused: "message"}
+
+LONGEST_LINE, LONGEST_TEXT = 1000, 20_000
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\|$)|[ -/]*[0-~])?", re.DOTALL)
+
+
+class Refused(FedmllError):
+    """A refusal of a site's own: `code` is what the server hears, the text is for the site."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def sentence(error: Exception) -> str:
+    """What leaves the site."""
+    if isinstance(error, Refused):
+        return SENTENCES[error.code]
+    codes = (code for kind, code in OF_ERRORS.items() if isinstance(error, kind))
+    return SENTENCES[next(codes, "internal")]
+
+
+def plain(text: str, most: int = LONGEST_LINE) -> str:
+    """A text of somebody else's, for a terminal: no escape sequence, no control character, and not too long."""
+    shown = "".join(c for c in ESCAPES.sub("", text[: 4 * most]) if c == "\n" or unicodedata.category(c)[0] != "C")
+    return shown if len(shown) <= most else f"{shown[:most]} …"

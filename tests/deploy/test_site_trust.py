@@ -1,0 +1,684 @@
+"""A site trusts nobody: what a server may ask for, what leaves, and what stays on the site's disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
+
+import leaving
+from flwr.app import Context, RecordDict
+from flwr.app import Message as FlowerMessage
+from flwr.supercore.task_identity import TaskIdentity
+from leaving import DOCUMENT, SITE, documented, rows_of
+from PIL import Image
+from rich.console import Console
+from sites import CLASSES, Consortium, write_consortium, write_csv
+from test_flower import Hear, drive, make_grid, quick  # noqa: F401  (a fixture)
+
+from fedmll.cli.display import site_table
+from fedmll.data.digest import LARGEST_READ, digest_of
+from fedmll.data.images.cache import cache_folder, cached, image_folder, images_in
+from fedmll.deploy import approval, joining, labels, own_folder, rehearsal, serving, site, telling
+from fedmll.deploy.approval import Limits
+from fedmll.deploy.estimate import bytes_needed
+from fedmll.deploy.flower import executor, processes, site_app
+from fedmll.deploy.flower.records import from_records, to_records
+from fedmll.deploy.flower.site_app import BYE, HELLO, TRAIN, app, standing
+from fedmll.deploy.refusals import SENTENCES, Refused, plain, sentence
+from fedmll.deploy.site import Site, Summary
+from fedmll.deploy.site_worker import Setup, SiteWorker, recall_site, remember_site
+from fedmll.errors import ClientError, ConfigError, DataError, FederationError, ReplyRefused
+from fedmll.experiment import Experiment
+from fedmll.message import Message
+
+
+@pytest.fixture(scope="module")
+def consortium(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
+    return write_consortium(tmp_path_factory.mktemp("consortium"))
+
+
+@pytest.fixture(autouse=True)
+def nobody_joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has just started."""
+    monkeypatch.setattr(site_app, "_workers", {})
+    standing.__dict__.update(site_app.Standing().__dict__)
+    yield
+    standing.__dict__.update(site_app.Standing().__dict__)
+
+
+def here(consortium: Consortium, folder: Path, **changes: Any) -> Site:
+    home = consortium.folder
+    return replace(Site(SITE, home / SITE / "labels.csv", home / "images", folder / "memory", device="cpu"), **changes)
+
+
+def setup_of(consortium: Consortium, **changes: Any) -> Setup:
+    experiment = serving.settled(consortium.server(**changes), (1, 8, 8))
+    return Setup("run1", serving.told(experiment), tuple(CLASSES), (1, 8, 8), 3)
+
+
+def asked(kind: str, about: dict[str, Any], file: Path, message: Message | None = None, **meta: Any) -> FlowerMessage:
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 7, 1, 1
+    letter = FlowerMessage(to_records(message or Message(), about), 2, kind if "kind" not in meta else TRAIN)
+    letter.metadata.__dict__["_message_id"] = "1"
+    for name, value in meta.items():
+        letter.metadata.__dict__[f"_{name}"] = value
+    return app(letter, Context(7, 2, {"site": str(file)}, RecordDict(), {}))
+
+
+def modes(folder: Path) -> set[tuple[str, int]]:
+    paths = [folder, *folder.rglob("*")]
+    return {("folder" if path.is_dir() else "file", stat.S_IMODE(path.stat().st_mode)) for path in paths}
+
+
+# ---- 1. what stays on the disk
+
+
+def test_what_a_site_writes_is_its_owners_and_prepared_images_do_not_stay(
+    consortium: Consortium, tmp_path: Path
+) -> None:
+    old = os.umask(0o022)
+    try:
+        grid = make_grid(consortium, tmp_path)
+        for node, keep in zip(grid.nodes, (False, True, False), strict=True):
+            remember_site(replace(recall_site(node.site_file), keep_cache=keep), node.site_file)
+        during: list[set[tuple[str, int]]] = []
+        hear = Hear()
+        hear.at_round = {1: lambda: during.append(modes(tmp_path / "site-a"))}
+        drive(consortium, grid, tmp_path / "out", hear, method__name="test-drifting-slowly", training__rounds=2)
+    finally:
+        os.umask(old)
+    assert during == [{("folder", 0o700), ("file", 0o600)}]
+    assert not (tmp_path / "site-a" / "cache").exists()
+    assert list((tmp_path / "site-b" / "cache").glob("*.npy"))  # on request
+    assert not list(cache_folder().glob("*site*"))
+
+
+def test_prepared_images_lie_where_the_site_says_and_nowhere_else(tmp_path: Path) -> None:
+    def fill(array: np.ndarray) -> None:
+        array[:] = 3
+
+    with images_in(tmp_path / "own"):
+        assert image_folder() == tmp_path / "own"
+        cached("key", lambda: ((2, 1, 2, 2), fill))
+    assert image_folder() == cache_folder()
+    assert (tmp_path / "own" / "key.npy").exists()
+    assert not (cache_folder() / "key.npy").exists()
+
+
+def test_join_removes_what_it_prepared_also_when_it_fails(
+    consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(where: Site, access: joining.Access, show: Any) -> None:
+        (where.memory / "cache").mkdir()
+        (where.memory / "cache" / "images.npy").write_bytes(b"x")
+        raise FederationError("gone")
+
+    monkeypatch.setattr(joining, "_serve", fail)
+    access, where = joining.Access("localhost:1", None, None), here(consortium, tmp_path)
+    for keep in (False, True):
+        with pytest.raises(FederationError, match="gone"):
+            joining.join(replace(where, keep_cache=keep), access, print)
+        assert (where.memory / "cache").exists() is keep
+    assert modes(where.memory) == {("folder", 0o700), ("file", 0o600)}
+
+
+# ---- 2. limits and approval
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits", "reason"),
+    [
+        ({"training__rounds": 1001}, {}, r"1001 rounds, and you allow 1000 \(--max-rounds\)"),
+        ({"training__rounds": 3}, {"max_rounds": 2}, "--max-rounds"),
+        ({"partition__holdout": 0.99}, {}, r"1 images would be left to train on .*--min-images"),
+        ({}, {"min_images": 51}, r"50 images would be left .* at least 51"),
+        ({}, {"methods": ("fedprox", "fedmlp")}, "method is 'fedavg', and you allow fedprox, fedmlp"),
+        ({"model__channels": [4, 500_000]}, {"max_memory": 0.1}, r"would take .* GB of memory here.*--max-memory"),
+        ({"model__channels": [100_000, 10_000_000]}, {}, r"more than 4 GB of memory"),
+    ],
+)
+def test_what_is_beyond_a_limit_is_refused_before_any_image_is_read(
+    consortium: Consortium, tmp_path: Path, changes: dict[str, Any], limits: dict[str, Any], reason: str
+) -> None:
+    where = here(consortium, tmp_path, limits=Limits(**limits))
+    with pytest.raises(Refused, match=reason) as refused:
+        SiteWorker(where, setup_of(consortium, **changes), lambda _: None)
+    assert sentence(refused.value) == SENTENCES["limits"]
+    assert not (where.memory / "cache").exists()
+    assert not (where.memory / "approved.json").exists()  # a person is not even asked
+
+
+def test_images_of_absurd_size_are_refused(consortium: Consortium, tmp_path: Path) -> None:
+    setup = replace(setup_of(consortium), shape=(1, 20_000, 20_000))
+    with pytest.raises(Refused, match=r"16 images of 1 × 20000 × 20000 and the model would take more than 4 GB"):
+        SiteWorker(here(consortium, tmp_path), setup, lambda _: None)
+
+
+def test_the_estimate_is_what_a_network_takes(consortium: Consortium) -> None:
+    """Six times the model, and what grows with the batch."""
+    experiment = serving.settled(consortium.server(model__channels=[4, 8]), (1, 8, 8))
+    task = leaving.Task(experiment, tuple(CLASSES), (1, 8, 8), 3, torch.device("cpu"))
+    small = bytes_needed(task, 50, 1e9)
+    learner = leaving.Learner(task)
+    assert small > 6 * 4 * len(learner.weights.vector) + 2 * 16 * 64 * 4
+    more = bytes_needed(task, 8, 1e9)  # a batch is no larger than the data
+    fixed = 2 * more - small  # what does not grow with the batch: 8 and 16 images
+    kept = sum(t.numel() * t.element_size() for t in (*learner.model.parameters(), *learner.model.buffers()))
+    assert fixed == pytest.approx(6 * kept)
+
+
+def test_an_error_of_the_trial_is_the_error_itself(consortium: Consortium) -> None:
+    experiment = serving.settled(consortium.server(method__name="fedlgt", method__encoder="glove:/no/such"), (1, 8, 8))
+    task = leaving.Task(experiment, tuple(CLASSES), (1, 8, 8), 3, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="There is no GloVe file"):
+        bytes_needed(task, 50, 1e9)
+
+
+def test_limits_that_make_no_sense_are_refused() -> None:
+    for wrong in ({"max_rounds": 0}, {"min_images": 0}, {"max_memory": 0.0}):
+        with pytest.raises(ConfigError, match="1 or more"):
+            Limits(**wrong)
+
+
+def test_an_experiment_is_shown_asked_for_once_and_again_when_it_changed(
+    consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for, said = [], list[str]()
+    monkeypatch.setattr(approval, "at_terminal", lambda: asked_for.append(len(said)) or True)
+    where = here(consortium, tmp_path, asks=True)
+    SiteWorker(where, setup_of(consortium, partition__holdout=0.6, training__batch_size=4), said.append)
+    text = "\n".join(said)
+    assert "method          fedavg" in text
+    assert "batch           4 (unusually small)" in text
+    assert "20 to train on, 30 held out for tests (unusually many)" in text
+    assert len(asked_for) == 1
+    again = setup_of(consortium, partition__holdout=0.6, training__batch_size=4)
+    SiteWorker(where, replace(again, run="run2"), said.append)  # another run of the same
+    assert len(asked_for) == 1
+    SiteWorker(where, setup_of(consortium, partition__holdout=0.6, training__batch_size=5), said.append)
+    assert len(asked_for) == 2
+    (where.memory / "approved.json").write_text("{broken")
+    SiteWorker(where, again, said.append)
+    assert len(asked_for) == 3
+    assert (where.memory / "approved.json.damaged-1").read_text() == "{broken"
+    assert any("set aside as approved.json.damaged-1" in line for line in said)
+
+
+def test_without_approval_nothing_leaves_but_the_refusal(
+    consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO("yes\n"))  # nobody sits there: a pipe cannot approve
+    where, file = here(consortium, tmp_path, asks=True), tmp_path / "site.json"
+    remember_site(where, file)
+    reply = asked(HELLO, {"setup": setup_of(consortium).to_json()}, file)
+    message, about = from_records(reply.content)
+    assert (message.tensors, message.numbers) == ({}, {})
+    assert about == {"error": SENTENCES["approval"], "name": SITE}
+    assert "was not approved" in standing.declined
+    assert "--yes" in capsys.readouterr().out
+    assert not (where.memory / "cache").exists()
+
+
+@pytest.mark.parametrize(("word", "taken"), [("y", True), ("Yes ", True), ("", False), ("no", False), ("j", False)])
+def test_a_person_must_say_yes(monkeypatch: pytest.MonkeyPatch, word: str, taken: bool) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda prompt: word)
+    assert approval.at_terminal() is taken
+
+
+# ---- 3. paths, files and errors
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"model": {"weights": "/etc/passwd"}},
+        {"model": {"weights": "labels.csv"}},  # beside where join was started
+        {"model": {"weights": "run:/root/run"}},
+        {"model": {"weights": "hub"}},
+        {"method": {"name": "fedlgt", "encoder": "glove:/etc/passwd"}},
+        {"method": {"name": "fedlgt", "encoder": "hub:somebody/anything"}},
+        {"method": {"name": "fedlgt", "encoder": "file:secret.npz"}},
+        {"method": {"name": "fedlgt", "fine_names": "secret.json"}},
+        {"method": {"name": "compose", "parts": ["absent"], "text-query": {"encoder": "~/x"}}},
+        {"partition": {"kind": "../../x"}},
+        {"training": {"loss": "a\\b"}},
+    ],
+)
+def test_a_path_from_a_server_is_refused_and_never_looked_at(
+    consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
+) -> None:
+    def never(values: Any) -> Experiment:
+        raise AssertionError("the settings were used")
+
+    monkeypatch.setattr(Experiment, "make", never)
+    plain_setup = Setup("run1", setting, tuple(CLASSES), (1, 8, 8), 3)
+    with pytest.raises(Refused) as refused:
+        SiteWorker(here(consortium, tmp_path), plain_setup, lambda _: None)
+    assert sentence(refused.value) == SENTENCES["path"]
+
+
+def test_names_and_sentences_are_no_paths() -> None:
+    told = {
+        "model": {"weights": "resnet18-imagenet1k-v1", "channels": [4, 8]},
+        "method": {"name": "fedlgt", "encoder": "wordllama", "states": "learned", "prompt": "PA/AP view of {class}"},
+        "training": {"lr": 0.1},
+    }
+    assert telling.with_own_files(told, ()) == told
+    assert telling.by_digest(told) == told
+
+
+def test_what_a_site_does_not_need_is_not_even_read() -> None:
+    told = {"data": {"root": "/etc"}, "plugins": ["/x.py"], "engine": {"workers": 9}, "sites": {}, "seed": 3}
+    assert telling.with_own_files(told, ()) == {"seed": 3}
+    with pytest.raises(Refused, match="not a table"):
+        telling.with_own_files([1], ())  # type: ignore[arg-type]
+
+
+def test_files_travel_by_digest(tmp_path: Path) -> None:
+    weights, run, folder = tmp_path / "w.pth", tmp_path / "run", tmp_path / "encoder"
+    weights.write_bytes(b"weights")
+    for place in (run, folder):
+        (place / "sub").mkdir(parents=True)
+        (place / "model.safetensors").write_bytes(b"model" if place is run else b"encoder")
+        (place / "sub" / "a.json").write_text("{}")
+        (place / ".hidden").write_text(place.name)
+    values = {
+        "model": {"weights": str(weights)},
+        "method": {"encoder": str(folder), "table": {"encoder": f"run:{run}"}},
+    }
+    told = telling.by_digest(values)
+    assert str(tmp_path) not in json.dumps(told)
+    # by sha256sum
+    assert told["model"]["weights"] == "sha256:9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c"
+    assert (
+        told["method"]["table"]["encoder"]
+        == "run:sha256:9372c470eeadd5ecd9c3c74c2b3cb633f8e2f2fad799250a0f70d652b6b825e4"
+    )
+    copies = [shutil.copytree(folder, tmp_path / "there" / "encoder"), shutil.copytree(run, tmp_path / "there" / "run")]
+    (copies[0] / ".hidden").write_text("another")  # type: ignore[operator]
+    own = [Path(shutil.copy(weights, tmp_path / "there" / "mine.pth")), *map(Path, copies)]
+    assert telling.with_own_files(told, own) == {
+        "model": {"weights": str(own[0])},
+        "method": {"encoder": str(own[1]), "table": {"encoder": f"run:{own[2]}"}},
+    }
+    (own[1] / "sub" / "a.json").write_text("{ }")
+    with pytest.raises(Refused, match=r"method\.encoder = sha256:.*--weights FILE") as refused:
+        telling.with_own_files(told, own)
+    assert refused.value.code == "file"
+    with pytest.raises(ConfigError, match=r"model\.weights = '/no/file' is no file or folder here"):
+        telling.by_digest({"model": {"weights": "/no/file"}})
+
+
+def test_errors_that_leave_are_of_a_fixed_list() -> None:
+    secret = "/home/jane-doe/scan.png"
+    told = {type(e): sentence(e) for e in (
+        DataError(secret), ConfigError(secret), ClientError(secret), ReplyRefused(secret), ValueError(secret),
+        MemoryError(secret), FederationError(secret), Refused("memory", secret),
+    )}  # fmt: skip
+    assert set(told.values()) <= set(SENTENCES.values())
+    assert told[DataError] == SENTENCES["data"]
+    assert told[ConfigError] == SENTENCES["settings"]
+    assert told[ClientError] == SENTENCES["training"]
+    assert told[ReplyRefused] == SENTENCES["message"]
+    assert told[ValueError] == told[MemoryError] == told[FederationError] == SENTENCES["internal"]
+    assert told[Refused] == SENTENCES["memory"]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        json.dumps({"run": "r", "experiment": {}, "classes": None, "shape": [1, 8], "clients": 3}),
+        json.dumps({"run": "r", "experiment": {}, "classes": None, "shape": [1, True, 8], "clients": 3}),
+        json.dumps({"run": "r", "experiment": {}, "classes": [1], "shape": [1, 8, 8], "clients": 3}),
+        json.dumps({"run": "r", "experiment": {}, "classes": None, "shape": [1, 8, 8], "clients": "3"}),
+        json.dumps({"run": "r", "experiment": [], "classes": None, "shape": [1, 8, 8], "clients": 3}),
+    ],
+)
+def test_a_setup_that_is_none_is_refused(consortium: Consortium, tmp_path: Path, setup: str) -> None:
+    remember_site(here(consortium, tmp_path), tmp_path / "site.json")
+    about = from_records(asked(HELLO, {"setup": setup}, tmp_path / "site.json").content)[1]
+    assert about["error"] == SENTENCES["message"]
+
+
+# ---- 4. label sets
+
+
+def test_a_client_is_served_its_registered_classes_only(tmp_path: Path) -> None:
+    (tmp_path / "a.labels").write_text("# as told by telephone\ncat\n dog \n\n")
+    (tmp_path / "b.labels").write_text("cow\n")
+    sets = labels.registered(tmp_path, ["a", "b"], ["cat", "cow", "dog"])
+    assert sets == {"a": {"cat", "dog"}, "b": {"cow"}}
+    labels.check(sets, "a", ["dog"])
+    answers = set()
+    for guess in (["cow"], ["unicorn"], ["cat", "cow"]):  # whether there is such a class or not
+        with pytest.raises(ReplyRefused) as refused:
+            labels.check(sets, "a", guess)
+        answers.add(str(refused.value))
+    assert len(answers) == 1
+    with pytest.raises(ConfigError, match=r"which classes c may have: write c\.labels there"):
+        labels.registered(tmp_path, ["a", "c"], ["cat", "cow", "dog"])
+    with pytest.raises(ConfigError, match=r"b\.labels has the class 'cow', which this federation does not"):
+        labels.registered(tmp_path, ["a", "b"], ["cat", "dog"])
+
+
+def test_a_private_client_with_other_classes_is_refused_by_name(consortium: Consortium, tmp_path: Path) -> None:
+    mine = Consortium(tmp_path / "copy")
+    shutil.copytree(consortium.folder, mine.folder)
+    (mine.keys / "site-b.labels").write_text("digit-1\n")
+    hear = Hear()
+    with pytest.raises(FederationError, match="site-b did not come"):
+        drive(
+            mine, make_grid(mine, tmp_path), tmp_path / "out", hear, method__name="private-fedavg",
+            method__loss="sigmoid", join_timeout=0.5,
+        )  # fmt: skip
+    assert "site-b is refused: the label set that it says it has is not the one registered with its key" in hear.said
+
+
+# ---- 5. data
+
+
+def test_the_digest_sees_every_image_and_every_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedmll.data.digest.LARGEST_READ", 8)  # as if the store were huge
+    assert LARGEST_READ > 8
+    store, told = np.zeros((9, 1, 2, 2), np.uint8), np.zeros((9, 2), np.int8)
+
+    def digests(every: bool) -> str:
+        return digest_of({"training": site.Dataset(store.copy(), told.copy(), ("a", "b"))}, every_image=every)
+
+    before, sampled = digests(True), digests(False)
+    store[1, 0, 0, 0] = 1
+    assert digests(False) == sampled  # not among the samples
+    assert digests(True) != before
+    store[1, 0, 0, 0], told[3, 1] = 0, -1
+    assert digests(True) != before
+
+
+def write_site(folder: Path, pixels: list[np.ndarray], cells: list[str]) -> Site:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(folder / f"{number}.png")
+    write_csv(folder / "labels.csv", [["image", "sick"], *([f"{n}.png", cell] for n, cell in enumerate(cells))])
+    return Site("north", folder / "labels.csv", folder, folder / "memory")
+
+
+def test_data_that_says_nothing_is_refused_at_the_site(tmp_path: Path) -> None:
+    picture = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    silent = write_site(tmp_path / "silent", [picture, picture], ["", ""])
+    with pytest.raises(DataError, match="every cell of every class is blank"):
+        site.check(silent)
+    with pytest.raises(DataError, match="every cell of every class is blank"):
+        site.load(silent, ["sick"], (1, 8, 8), 0, 0.0)
+    black = write_site(tmp_path / "black", [0 * picture, 0 * picture + 255], ["1", "0"])
+    with pytest.raises(DataError, match=r"Every image of .* is blank"):
+        site.check(black)
+    with pytest.raises(DataError, match=r"Every image of .* is blank"):
+        site.load(black, ["sick"], (1, 8, 8), 0, 0.0)
+    some = write_site(tmp_path / "some", [0 * picture, picture], ["1", ""])
+    assert "1 images are blank: every pixel has the same value" in site.check(some).notes
+    assert len(site.load(some, ["sick"], (1, 8, 8), 0, 0.0).train) == 2
+
+
+def test_grey_images_saved_as_colour_are_grey(tmp_path: Path) -> None:
+    pictures = [np.arange(k, k + 64, dtype=np.uint8).reshape(8, 8) for k in (0, 50)]
+    grey = write_site(tmp_path / "grey", [np.stack([p, p, p], 2) for p in pictures], ["1", "0"])
+    loaded = site.load(grey, ["sick"], (1, 8, 8), 0, 0.0).train
+    assert loaded.samples(slice(0, 2)).tolist() == [[p.tolist()] for p in pictures]
+    coloured = [np.stack([p, p, p], 2) for p in pictures]
+    coloured[1][3, 3, 2] += 1
+    with pytest.raises(DataError, match=r"are \(3, 8, 8\).*works with \(1, 8, 8\)"):
+        site.load(write_site(tmp_path / "colour", coloured, ["1", "0"]), ["sick"], (1, 8, 8), 0, 0.0)
+
+
+# ---- 6. the memory folder, the terminal, messages
+
+
+def test_two_joins_cannot_share_a_memory(tmp_path: Path) -> None:
+    second = own_folder.occupied(tmp_path / "memory", "south")
+    named = rf"in use by another join \(north, process {os.getpid()}\)"
+    with own_folder.occupied(tmp_path / "memory", "north"), pytest.raises(ConfigError, match=named):
+        second.__enter__()
+    with own_folder.occupied(tmp_path / "memory", "south"):  # free again
+        assert (tmp_path / "memory" / "join.lock").read_text().startswith("south, process")
+
+
+def test_a_damaged_memory_is_explained_and_set_aside(
+    consortium: Consortium, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid, hear = make_grid(consortium, tmp_path), Hear()
+    file = tmp_path / "site-a" / "run1" / "000000.000001.safetensors"
+    hear.at_round = {1: lambda: file.write_bytes(b"garbage")}
+    changes = {"method__name": "test-drifting-slowly", "training__rounds": 3, "min_clients": 2}
+    drive(consortium, grid, tmp_path / "out", hear, **changes)
+    refusals = [text for text in hear.said if "site-a is refused" in text]
+    assert len(refusals) == 2
+    assert all(text.endswith(SENTENCES["memory"]) for text in refusals)
+    assert file.with_name(f"{file.name}.damaged-1").read_bytes() == b"garbage"
+    shown = capsys.readouterr().out
+    assert "It is set aside as 000000.000001.safetensors.damaged-1; nothing was deleted" in shown
+
+
+@pytest.mark.parametrize("run", ["flower", "cache", "../x", "", "a/b", "x" * 65, 3])
+def test_a_run_cannot_aim_at_the_sites_own_files(consortium: Consortium, tmp_path: Path, run: Any) -> None:
+    with pytest.raises(Refused, match="no name for a folder"):
+        SiteWorker(here(consortium, tmp_path), replace(setup_of(consortium), run=run), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[31mred\x1b[0m", "ared"),
+        ("\x1b]0;title\x07text", "text"),
+        ("\x1bPpayload\x1b\\after", "after"),
+        ("tab\tbell\x07back\x08\r\x9b2Jx", "tabbellback2Jx"),
+        ("two\nlines", "two\nlines"),
+        ("right\u202eleft", "rightleft"),
+        ("x" * 21, "xxxxxxxxxxxxxxxxxxxx …"),
+        ("\x1b]never ended", ""),
+        ("Größe ≥ 3", "Größe ≥ 3"),
+    ],
+)
+def test_a_servers_text_cannot_steer_the_terminal(text: str, shown: str) -> None:
+    assert plain(text, 20) == shown
+
+
+def test_a_long_text_is_cut_before_it_is_worked_on() -> None:
+    assert len(plain("y" * 10_000_000)) < 1100
+
+
+def test_an_error_is_shown_without_escapes_and_only_once(
+    consortium: Consortium, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remember_site(here(consortium, tmp_path), tmp_path / "site.json")
+    bad = replace(setup_of(consortium), run="\x1b[2Jx").to_json()
+    for _ in range(3):
+        asked(HELLO, {"setup": bad}, tmp_path / "site.json")
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert shown.count("no name for a folder") == 1
+
+
+def test_brackets_in_the_names_of_columns_are_letters(tmp_path: Path) -> None:
+    counts = np.array([1, 2, 3])
+    summary = Summary(6, None, ("[/]", "[bold red]x", "plain[1]"), counts, counts, counts)
+    out = StringIO()
+    Console(file=out, width=100).print(site_table("north", summary))
+    assert all(name in out.getvalue() for name in ("[/]", "[bold red]x", "plain[1]"))
+
+
+@pytest.mark.parametrize(
+    "meta", [{"message_type": "query.unknown"}, {"message_type": "train.other"}, {"src_node_id": 9}, {"run_id": 8}]
+)
+def test_what_is_not_the_servers_or_unknown_is_ignored_with_a_notice(
+    consortium: Consortium, tmp_path: Path, capsys: pytest.CaptureFixture[str], meta: dict[str, Any]
+) -> None:
+    remember_site(here(consortium, tmp_path), tmp_path / "site.json")
+    reply = asked(BYE, {"setup": setup_of(consortium).to_json()}, tmp_path / "site.json", **meta)
+    assert reply.has_error()
+    assert not standing.farewell
+    assert "ignored: a message of" in capsys.readouterr().out
+
+
+def test_only_a_farewell_of_its_own_run_ends_a_join(consortium: Consortium, tmp_path: Path) -> None:
+    file, setup = tmp_path / "site.json", setup_of(consortium)
+    remember_site(here(consortium, tmp_path), file)
+    asked(HELLO, {"setup": setup.to_json()}, file)
+    (tmp_path / "memory" / "other").mkdir()
+    kept = tmp_path / "memory" / "other" / "000000.000001.safetensors"
+    kept.write_bytes(b"x")
+    forged = from_records(asked(BYE, {"setup": replace(setup, run="other").to_json()}, file).content)[1]
+    assert forged["error"] == SENTENCES["message"]
+    assert kept.exists()
+    assert not standing.farewell
+    assert "error" not in from_records(asked(BYE, {"setup": setup.to_json()}, file).content)[1]
+    assert standing.farewell
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {},
+        {"round": "1"},
+        {"round": True},
+        {"round": -1},
+        {"round": 4},
+        {"round": 1, "base": "../../x"},
+        {"round": 1, "base": 9},
+        {"round": 1, "keep": "all"},
+        {"round": 1, "keep": [None]},
+    ],
+)
+def test_a_round_must_be_one_of_the_experiment(about: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="which round"):
+        site_app._rounds(about, 2)
+
+
+def test_rounds_that_are_right_are_taken() -> None:
+    assert site_app._rounds({"round": 3, "base": 2, "keep": [0, 1]}, 2) == (3, 2, [0, 1])
+    assert site_app._rounds({"round": 0, "base": None, "keep": None}, 2) == (0, None, None)
+
+
+# ---- join itself, with a SuperNode that is none
+
+
+class FakeChild:
+    def __init__(self, kind: str, node: Any) -> None:
+        self.log = Path("log")
+
+    def ended(self) -> bool:
+        return False
+
+    def stop(self) -> None:
+        pass
+
+    def said(self) -> str:
+        return ""
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, turns: list[dict[str, Any]]) -> list[str]:
+    """What join says while its executor goes through these turns; each sets how the join stands."""
+    said: list[str] = []
+
+    class FakeExecutor:
+        def __init__(self, *_: Any) -> None:
+            self.over = self.served = False
+
+        def serve(self, alive: Any) -> None:
+            turn = turns.pop(0)
+            self.over = self.served = turn.pop("over")
+            standing.__dict__.update(turn)
+            assert alive() is not bool(standing.declined)
+
+    monkeypatch.setattr(executor, "Executor", FakeExecutor)
+    monkeypatch.setattr(processes, "Child", FakeChild)
+    monkeypatch.setattr(joining, "look", lambda access, show: None)
+    monkeypatch.setattr(joining, "RESTART_SECONDS", 0)
+    monkeypatch.setattr(joining, "LAST_WORD_SECONDS", 0)
+    return said
+
+
+def test_a_forged_farewell_does_not_end_a_join(
+    consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [{"over": True, "farewell": False}, {"over": True, "farewell": True}]
+    said = joined(monkeypatch, turns)
+    joining.join(here(consortium, tmp_path), joining.Access("localhost:1", None, None), said.append)
+    assert turns == []  # the first was not believed
+    assert said[-1] == "the run is over"
+
+
+def test_a_join_that_nobody_approved_ends(
+    consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = joined(monkeypatch, [{"over": False, "declined": "The experiment was not approved."}])
+    with pytest.raises(FederationError, match="was not approved"):
+        joining.join(here(consortium, tmp_path), joining.Access("localhost:1", None, None), said.append)
+
+
+def test_join_names_a_file_that_is_not_there(consortium: Consortium, tmp_path: Path) -> None:
+    where = here(consortium, tmp_path, files=(tmp_path / "gone.pth",))
+    with pytest.raises(ConfigError, match=r"gone\.pth does not exist \(--weights\)"):
+        joining.join(where, joining.Access("localhost:1", None, None), print)
+
+
+def test_a_site_is_written_down_and_recalled(consortium: Consortium, tmp_path: Path) -> None:
+    limits = Limits(7, 3, 0.5, ("fedavg",))
+    where = here(consortium, tmp_path, files=(tmp_path / "a",), limits=limits, asks=True, keep_cache=True)
+    remember_site(where, tmp_path / "site.json")
+    assert recall_site(tmp_path / "site.json") == where
+
+
+def test_a_rehearsals_clients_have_what_they_need(tmp_path: Path) -> None:
+    weights = tmp_path / "w.pth"
+    weights.write_bytes(b"x")
+    plan = rehearsal.Rehearsal(("client-1",), Experiment.make({"model": {"weights": str(weights)}}), tmp_path)
+    command = rehearsal.join_command(plan, "client-1", "localhost:1", insecure=True)
+    assert "--yes" in command
+    assert command[command.index("--weights") + 1] == str(weights)
+
+
+# ---- 8. what leaves
+
+
+HOW = "run `python tests/deploy/leaving.py --write` and look at what changed in docs/deployment.md"
+
+
+@pytest.fixture(scope="module")
+def table() -> list[leaving.Row]:
+    return documented(DOCUMENT.read_text())
+
+
+@pytest.mark.parametrize("name", leaving.methods())
+def test_what_leaves_a_site_is_what_the_document_says(
+    consortium: Consortium, tmp_path: Path, table: list[leaving.Row], name: str
+) -> None:
+    recorded = sorted(rows_of(consortium, tmp_path, name))
+    written = sorted(row for row in table if row[0] in (name, leaving.EVERY))
+    assert {row[0] for row in table} >= {name}, f"docs/deployment.md does not say what leaves with '{name}': {HOW}"
+    assert recorded == written, f"what leaves with '{name}' is not what docs/deployment.md says: {HOW}"
+
+
+def test_the_document_speaks_of_no_other_method(table: list[leaving.Row]) -> None:
+    assert {row[0] for row in table} == {*leaving.methods(), leaving.EVERY}
+
+
+def test_a_reply_speaks_of_no_single_image(table: list[leaving.Row]) -> None:
+    assert not [row for row in table if "N" in row[2].replace("(", " ").replace(")", " ").replace(",", " ").split()]
