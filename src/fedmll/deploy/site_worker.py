@@ -27,6 +27,7 @@ from fedmll.message import Message
 from fedmll.models.flat import frozen_sketch
 from fedmll.models.weights import locate
 
+OWN_FOLDER = "flower"  # in the memory folder: no run may be called so, or what it forgets would be these files
 ME = 0  # a site's memory store has one client
 
 
@@ -53,7 +54,7 @@ class Setup:
 class SiteWorker:
     def __init__(self, where: Site, setup: Setup) -> None:
         experiment = Experiment.make(setup.experiment | {"plugins": ()})  # a site imports what its own user says
-        if not setup.run.isalnum():
+        if not setup.run.isalnum() or setup.run.lower() == OWN_FOLDER:
             raise ConfigError(f"The server calls its run '{setup.run}', which is no name for a folder.")
         weights = experiment.model.weights
         if weights is not None:

@@ -15,6 +15,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
 from fedmll.deploy.flower.records import from_records, to_records
+from fedmll.deploy.refusals import advice
 from fedmll.deploy.site_worker import Setup, SiteWorker, recall_site
 from fedmll.errors import DataError, FedmllError
 from fedmll.message import Message
@@ -25,6 +26,8 @@ HELLO, TRAIN, EVALUATE, BYE = "query.hello", "train", "evaluate", "query.bye"
 app = ClientApp()
 Answer = tuple[Message, dict[str, Any]]
 
+_told: list[str] = []  # refusals that were shown
+
 _workers: dict[tuple[str, str], SiteWorker] = {}  # the newest only; by the site's file and the setup
 
 
@@ -34,7 +37,14 @@ def show(text: str) -> None:
 
 @app.query("hello")
 def hello(message: FlowerMessage, context: Context) -> FlowerMessage:
-    return _answer(message, context, lambda worker, _, __: (Message(), worker.introduce()))
+    def work(worker: SiteWorker, _: Message, about: dict[str, Any]) -> Answer:
+        refusal = advice(about.get("refused"))
+        if refusal is not None and refusal not in _told:
+            _told.append(refusal)
+            show(refusal)
+        return Message(), worker.introduce()
+
+    return _answer(message, context, work)
 
 
 @app.train()
