@@ -159,7 +159,10 @@ def _supernode(setting: Node) -> None:
 
 
 def _name_instance(connection: Any) -> None:
-    """Every request says which start of a SuperNode it is from: two programs with one key are told apart."""
+    """Every request says which start of a SuperNode it is from: two programs with one key are told apart. And why the
+    port refuses a request is in the log, where `join` finds it."""
+    from flwr.supercore.error import FlowerError
+
     from fedmll.deploy.flower.guard import INSTANCE_HEADER
 
     instance = secrets.token_hex(8)
@@ -167,7 +170,12 @@ def _name_instance(connection: Any) -> None:
     class Signed(connection.NodeAuthHttpInterceptor):
         def intercept(self, context: Any, call_next: Any) -> Any:
             context.request.headers[INSTANCE_HEADER] = instance
-            return super().intercept(context, call_next)
+            response = super().intercept(context, call_next)
+            if response.status_code == 401:  # Flower ends without a word
+                error = FlowerError.from_json(response.text)
+                if error is not None:
+                    print(f"[code: {error.code}] {error.message}", flush=True)
+            return response
 
     connection.NodeAuthHttpInterceptor = Signed
 
