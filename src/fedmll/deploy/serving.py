@@ -36,13 +36,13 @@ from fedmll.methods import find, make
 from fedmll.models.flat import frozen_sketch
 from fedmll.running import loop
 from fedmll.running.observers import Observer, Result
+from fedmll.settings import NO_DATA
 
 if TYPE_CHECKING:
     from fedmll.deploy.flower.roster import Grid, Introduction, Roster
 
 RESUME = "Free some space, then go on with `fedmll resume`: nothing that was finished is lost."
 RETURN_SECONDS = 60  # for clients to notice that a server is back
-NO_DATA = "none"  # data.name of a server without test data
 
 
 def serve(
