@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
+
+SHOWN = 400  # characters of what somebody else sent
 
 
 class FedmllError(Exception):
@@ -43,3 +46,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     choices = sorted(known)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(choices)}."
+
+
+def printable(text: object, most: int = SHOWN) -> str:
+    """What came from another machine, fit for a terminal and for one line of a log: no control characters (escape
+    sequences, line breaks, marks that turn the writing round), and not longer than a person reads."""
+    start = str(text)[: 4 * most]  # megabytes need not be looked through
+    clean = " ".join("".join(" " if unicodedata.category(c)[0] in "CZ" else c for c in start).split())
+    return clean if len(clean) <= most and len(start) == len(str(text)) else f"{clean[:most]} …"

@@ -209,7 +209,7 @@ class Experiment(Section):
         }
 
     def to_toml(self) -> str:
-        return tomli_w.dumps(json.loads(self.model_dump_json(exclude_none=True)))
+        return tomli_w.dumps(json.loads(self.model_dump_json(exclude_none=True, exclude=self.data.unused)))
 
     def fingerprint(self) -> str:
         """What the weights of a round depend on, as a hash: not the engine, not where the data and the plug-ins lie

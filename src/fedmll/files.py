@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from fedmll.errors import FedmllError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -32,6 +37,25 @@ def is_leftover(path: Path) -> bool:
 def write(path: Path, content: bytes | str) -> None:
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def room_for(folder: Path, advice: str) -> Iterator[None]:
+    """A full disk ends the block with a sentence. Files are whole, old or new; what to do is the caller's advice."""
+    try:
+        yield
+    except FedmllError:
+        raise
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        raise FedmllError(f"The disk of {folder} is full. {advice}") from None
+
+
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return any(f"os error {number}" in str(error) for number in FULL)  # safetensors has errors of its own
 
 
 def sync_folder(folder: Path) -> None:

@@ -74,6 +74,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
+NO_DATA = "none"  # data.name of a federation's server without test data
+
+
 class Data(Section):
     """Which images: a source's name, where it lies and how it is read."""
 
@@ -108,6 +111,14 @@ class Data(Section):
     def source(self) -> str:
         """The source alone: `cifar10` of `ml-cifar10`, `packed` of `packed:FILE.npz`."""
         return self.name.removeprefix(COMPOSITE).partition(":")[0]
+
+    @property
+    def unused(self) -> dict[str, set[str]]:
+        """Settings that mean nothing with this data: a server without any composes and divides nothing."""
+        if self.name != NO_DATA:
+            return {}
+        composed = {"layout", "singles", "pairs", "classes", "ignore", "skip_unreadable"}
+        return {"data": composed, "partition": {"beta", "presence", "outside", "labels_per_client"}}
 
     @property
     def composite(self) -> bool:

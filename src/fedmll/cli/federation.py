@@ -1,9 +1,9 @@
-"""The commands of a real federation: server, join, keys."""
+"""The commands of a real federation: server, join."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,9 +24,17 @@ from fedmll.cli.options import (
 )
 from fedmll.errors import ConfigError
 
-keys_app = typer.Typer(help="Certificates and keys of a federation between machines.", no_args_is_help=True)
-
-KeysFolder = Annotated[Path, typer.Option("--dir", help="Where the keys lie.")]
+PassphraseFile = Annotated[
+    Path | None,
+    typer.Option("--passphrase-file", help="Its first line is the private key's passphrase. Or FEDMLL_PASSPHRASE."),
+]
+Drop = Annotated[
+    list[str] | None, typer.Option("--drop", metavar="NAME", help="Of a server: go on without this client; repeatable.")
+]
+MinClients = Annotated[int | None, typer.Option("--min-clients", help="Of a server: good replies that a round needs.")]
+RoundTimeout = Annotated[float | None, typer.Option("--round-timeout", help="Of a server: seconds a round may take.")]
+Listen = Annotated[str | None, typer.Option("--listen", help="Of a server: another HOST:PORT.")]
+CHANGEABLE = "--drop, --min-clients, --round-timeout and --listen change a server, and nothing else does."
 INSECURE = (
     "[bold red]--insecure: nothing is encrypted and nobody is checked.[/] Everybody on the network can read the "
     "models, pretend to be the server or a client, and poison the result. For a rehearsal on one machine only."
@@ -36,7 +44,6 @@ INSECURE = (
 def register(app: typer.Typer) -> None:
     app.command()(server)
     app.command()(join)
-    app.add_typer(keys_app, name="keys")
 
 
 @asks("method", "rounds", "seed", "skip_unreadable")
@@ -56,6 +63,7 @@ def server(
     keys: Annotated[
         Path, typer.Option("--keys", help="The folder with the server's certificate and the clients' .pub files.")
     ] = Path("keys"),
+    passphrase_file: PassphraseFile = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: for a rehearsal only.")] = False,
     simulate: Annotated[
         int | None, typer.Option("--simulate", metavar="K", help="Rehearse with K clients on this machine.")
@@ -71,7 +79,7 @@ def server(
 
     experiment = asked.experiment()
     out = out or fresh_folder(f"server-{experiment.method.name}-s{experiment.seed}")
-    host, port = _address(listen or ("127.0.0.1:8000" if insecure or simulate else "0.0.0.0:8000"))
+    host, port = address_in(listen or ("127.0.0.1:8000" if insecure or simulate else "0.0.0.0:8000"))
     if insecure:
         display.errors.print(INSECURE)
     names = names_in(clients)
@@ -96,7 +104,7 @@ def server(
     )
     with display.FederationProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
         if played is None:
-            result = serving.serve(experiment, setting, out, progress)
+            result = serving.serve(experiment, setting, out, progress, passphrase_file)
         else:
             with rehearsal.joined(played, f"127.0.0.1:{port}", insecure):
                 result = serving.serve(experiment, setting, out, progress)
@@ -118,6 +126,7 @@ def join(
         "keys/ca.crt"
     ),
     key: Annotated[Path | None, typer.Option("--key", help="Your private key. Default: keys/NAME.key.")] = None,
+    passphrase_file: PassphraseFile = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: for a rehearsal only.")] = False,
     memory: Annotated[
         Path | None, typer.Option("--memory", help="Where your client remembers. Default: fedmll-NAME.")
@@ -147,6 +156,7 @@ def join(
     from fedmll.cli import display
     from fedmll.deploy import joining, keys
     from fedmll.deploy.approval import Limits
+    from fedmll.deploy.private import passphrase_of
     from fedmll.deploy.site import Site, check
     from fedmll.methods import find
 
@@ -156,6 +166,8 @@ def join(
     folder = memory or Path(f"fedmll-{keys.check_name(name)}")
     for method in names_in(methods):
         find(method)  # a slip of the pen is an error here, not a refusal later
+    private = None if insecure else key or Path(f"keys/{name}.key")
+    passphrase = passphrase_of(private, passphrase_file) if private is not None and private.is_file() else None
     site = Site(
         name,
         csv.resolve(),
@@ -179,50 +191,22 @@ def join(
         display.say(note)
     if insecure:
         display.errors.print(INSECURE)
-    access = joining.Access(
-        server, None if insecure else ca, None if insecure else key or Path(f"keys/{name}.key"), patience
-    )
+    access = joining.Access(server, None if insecure else ca, private, patience, passphrase)
     with stoppable("the same command: nothing is lost"):
         joining.join(site, access, display.say)
 
 
-@keys_app.command("init")
-def keys_init(
-    host: Annotated[
-        list[str] | None, typer.Option("--host", help="A name or address the clients reach the server by; repeatable.")
-    ] = None,
-    folder: KeysFolder = Path("keys"),
-) -> None:
-    """At the server: a certificate authority and the server's certificate. Again: a new certificate, the same CA."""
+def go_on(folder: Path, rounds: int, changes: dict[str, Any], passphrase_file: Path | None) -> None:
+    """`fedmll resume` of a server's folder."""
     from fedmll.cli import display
-    from fedmll.deploy import keys
+    from fedmll.deploy import serving, setting
 
-    keys.init(folder, host or [])
-    show = display.console.print
-    show(f"the server's certificate holds for: {', '.join([*(host or []), *keys.ALWAYS])}", highlight=False)
-    show(f"[bold]send to every client:[/] {folder / 'ca.crt'}", soft_wrap=True)
-    show(f"[bold]keep here, show nobody:[/] {folder / 'ca.key'}, {folder / 'server.key'}", soft_wrap=True)
-    show(f"put each client's NAME.pub into {folder}, then: fedmll server FILE.toml --clients NAME,NAME", soft_wrap=True)
-    if not host:
-        show("[yellow]only this machine can reach it under these names;[/] add --host NAME-OF-THIS-SERVER")
+    setting.change(folder, **changes)
+    with display.FederationProgress(rounds) as watch, stoppable(f"fedmll resume {folder}"):
+        display.show_result(serving.go_on(folder, watch, passphrase_file))
 
 
-@keys_app.command("new")
-def keys_new(
-    name: Annotated[str, typer.Argument(help="Your name in the federation.")],
-    folder: KeysFolder = Path("keys"),
-) -> None:
-    """At a client: its key pair. The public half goes to the server's operator, the private half nowhere."""
-    from fedmll.cli import display
-    from fedmll.deploy import keys
-
-    private, public = keys.new_node(folder, name)
-    display.console.print(f"[bold]send to the server's operator:[/] {public}", soft_wrap=True)
-    display.console.print(f"[bold]keep here, show nobody:[/] {private}", soft_wrap=True)
-    display.console.print(f"put the ca.crt that the operator sends you into {folder}", soft_wrap=True)
-
-
-def _address(text: str) -> tuple[str, int]:
+def address_in(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--listen takes HOST:PORT, for example 0.0.0.0:8000; it got '{text}'.")

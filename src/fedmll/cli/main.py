@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fedmll.cli import compare, data, federation, methods, predict, weights
+from fedmll.cli import compare, data, federation, keys, methods, predict, weights
 from fedmll.cli.options import (
     Asked,
     Device,
@@ -22,7 +22,7 @@ from fedmll.cli.options import (
     stoppable,
     with_optional_value,
 )
-from fedmll.errors import ConfigError, FedmllError
+from fedmll.errors import ConfigError, FedmllError, printable
 
 if TYPE_CHECKING:
     from fedmll.cli.display import RunProgress
@@ -98,6 +98,11 @@ def resume(
     device: Device = None,
     plugins: Plugins = None,
     track: Track = False,
+    drop: federation.Drop = None,
+    min_clients: federation.MinClients = None,
+    round_timeout: federation.RoundTimeout = None,
+    listen: federation.Listen = None,
+    passphrase_file: federation.PassphraseFile = None,
 ) -> None:
     """Go on with a run that was stopped or killed, from its last checkpoint, to the very same result.
 
@@ -108,14 +113,15 @@ def resume(
 
     code = {} if plugins is None else {"plugins": [str(file.absolute()) for file in plugins]}
     total = rounds or loop.experiment_in(folder, code).training.rounds
+    address = None if listen is None else federation.address_in(listen)
+    changes = given(drop=drop, min_clients=min_clients, round_timeout=round_timeout, address=address)
     if (folder / "server.json").is_file():  # a real federation's server
-        from fedmll.deploy import serving
-
         if rounds or data or root or workers is not None or device or plugins:
-            raise ConfigError("A federation between machines is resumed as it was started: without options.")
-        with display.FederationProgress(total) as watch, stoppable(f"fedmll resume {folder}"):
-            display.show_result(serving.go_on(folder, watch))
+            raise ConfigError(f"A federation between machines goes on as it began. {federation.CHANGEABLE}")
+        federation.go_on(folder, total, changes, passphrase_file)
         return
+    if changes:
+        raise ConfigError(f"{folder} is not a federation between machines. {federation.CHANGEABLE}")
     with display.RunProgress(total) as progress, stoppable(f"fedmll resume {folder}"):
         result = loop.resume(
             folder,
@@ -136,6 +142,7 @@ methods.register(app)
 app.add_typer(data.data_app, name="data")
 app.add_typer(weights.weights_app, name="weights")
 federation.register(app)
+app.add_typer(keys.keys_app, name="keys")
 
 
 def main() -> None:
@@ -144,7 +151,8 @@ def main() -> None:
     except FedmllError as error:
         from fedmll.cli.tables import errors
 
-        errors.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        lines = "\n".join(printable(line, 4000) for line in str(error).splitlines())
+        errors.print(f"[red]error:[/] {escape(lines)}", soft_wrap=True, highlight=False)
         sys.exit(2)
 
 

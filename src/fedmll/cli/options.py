@@ -84,7 +84,7 @@ class Asked:
         """The file's values, then the options, then --set; published settings only where none of them speaks."""
         from fedmll.experiment import Experiment, merged, read_toml
 
-        values = {} if self.file is None else read_toml(self.file)
+        values = {} if self.file is None else self._of_method(read_toml(self.file))
         values = merged(values, given(**self.options) | parse_settings(self.settings))
         if self.plugins:
             values["plugins"] = [*values.get("plugins", []), *map(str, self.plugins)]
@@ -92,6 +92,20 @@ class Asked:
             load_files([Path(file) for file in values.get("plugins", [])])  # the paper may be a plug-in's
             values = as_published(self.published, values)
         return Experiment.make(values)
+
+    def _of_method(self, values: dict[str, Any]) -> dict[str, Any]:
+        """With --method, the options of another method that the file has are left out, and it is said."""
+        name, section = self.options.get("method.name"), values.get("method")
+        if name is None or not isinstance(section, dict) or section.get("name", name) == name:
+            return values
+        bounded = parse_settings(self.settings).get("method.of", section.get("of")) == section["name"]
+        others = sorted(section.keys() - {"name"})
+        if not others or bounded:  # an upper bound has the options of what it bounds
+            return values
+        from fedmll.cli.tables import say
+
+        say(f"--method {name}: the options of {section['name']} in {self.file} are not used ({', '.join(others)})")
+        return {**values, "method": {}}
 
 
 def asks(*names: str, published: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:

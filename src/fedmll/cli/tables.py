@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedmll.errors import printable
+
 console = Console()
 errors = Console(stderr=True)
 if not (console.is_terminal or console.is_jupyter):
@@ -17,7 +19,7 @@ if not (console.is_terminal or console.is_jupyter):
 
 def say(text: str) -> None:
     """A line as it is, however long."""
-    console.print(escape(text), highlight=False, soft_wrap=True)
+    console.print(escape(printable(text, 4000)), highlight=False, soft_wrap=True)
 
 
 def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> Table:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedmll.deploy import turned_away
 from fedmll.deploy.own_folder import FLOWER, clear_cache, occupied, private
 from fedmll.deploy.site import Site
 from fedmll.deploy.site_worker import remember_site
@@ -30,6 +31,7 @@ class Access:
     ca: Path | None  # None: insecure
     key: Path | None
     patience: float = 3600  # seconds without the server until giving up
+    passphrase: str | None = None  # of the key
 
     @property
     def host_and_port(self) -> tuple[str, int]:
@@ -76,6 +78,7 @@ def _serve(site: Site, access: Access, show: Callable[[str], None]) -> None:
             access.patience,
             None if access.ca is None else str(access.ca),
             None if access.key is None else str(access.key),
+            access.passphrase,
         )
         child = Child("supernode", node)
         try:
@@ -144,12 +147,8 @@ def _shake_hands(plain: socket.socket, host: str, access: Access) -> None:
 
 def _explain(site: Site, access: Access, said: str) -> None:
     """An error where waiting does not help."""
-    if "Failed to activate SuperNode" in said:
-        raise FederationError(
-            f"{access.server} does not know the key of {site.name}. Send the public key ({site.name}.pub, made by "
-            f"`fedmll keys new {site.name}`) to its operator, who puts it beside the server's keys and starts it again."
-        )
-    if "All SuperNodes must be registered" in said:
-        raise FederationError(f"{access.server} takes registered keys only; join with --key {site.name}.key.")
+    refusal = turned_away.heard(said, access.server, site.name, access.key)
+    if refusal is not None:
+        raise FederationError(refusal)
     if "Unable to parse the private key" in said:
         raise ConfigError(f"{access.key} is not a key made by `fedmll keys new`.")

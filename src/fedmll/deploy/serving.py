@@ -8,10 +8,9 @@ flower/       Flower's own files and the SuperLink's log
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,68 +24,53 @@ from fedmll.data import federation, sources
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress
-from fedmll.deploy import keys, labels, site, telling
+from fedmll.deploy import certificates, keys, labels, setting, site, telling
+from fedmll.deploy.journal import Journal
+from fedmll.deploy.private import passphrase_of
+from fedmll.deploy.setting import Server, server_in
 from fedmll.deploy.site_worker import Setup
 from fedmll.engines.base import Engine
-from fedmll.errors import ConfigError, DataError, FederationError
+from fedmll.errors import ConfigError, DataError, FederationError, ReplyRefused
 from fedmll.experiment import Experiment
 from fedmll.methods import find, make
 from fedmll.models.flat import frozen_sketch
 from fedmll.running import loop
 from fedmll.running.observers import Observer, Result
+from fedmll.settings import NO_DATA
 
 if TYPE_CHECKING:
     from fedmll.deploy.flower.roster import Grid, Introduction, Roster
 
+RESUME = "Free some space, then go on with `fedmll resume`: nothing that was finished is lost."
 RETURN_SECONDS = 60  # for clients to notice that a server is back
-NO_DATA = "none"  # data.name of a server without test data
 
 
-@dataclass(frozen=True)
-class Server:
-    """How a federation's server is run. Nothing of it changes a result, but the clients' names."""
-
-    clients: tuple[str, ...]
-    host: str = "0.0.0.0"
-    port: int = 8000
-    keys: str | None = "keys"  # None: insecure
-    min_clients: int = 2
-    round_timeout: float = 600
-    join_timeout: float = 1800  # until every client has come once
-    tries: int = 3  # of a round that gets too few replies
-    run: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    def __post_init__(self) -> None:
-        if not self.clients:
-            raise ConfigError("--clients names nobody; write for example --clients hospital-a,hospital-b.")
-        for name in self.clients:
-            keys.check_name(name)
-        if len(set(self.clients)) != len(self.clients):
-            raise ConfigError("--clients names somebody twice; each client needs a name of its own.")
-        if not 1 <= self.min_clients <= len(self.clients):
-            raise ConfigError(f"--min-clients {self.min_clients} is not possible with {len(self.clients)} clients.")
-        if self.round_timeout <= 0 or self.join_timeout <= 0:
-            raise ConfigError("--round-timeout and --join-timeout are seconds, more than 0.")
-
-
-def serve(experiment: Experiment, server: Server, out: Path, observer: Observer | None = None) -> Result:
+def serve(
+    experiment: Experiment,
+    server: Server,
+    out: Path,
+    observer: Observer | None = None,
+    passphrase_file: Path | None = None,
+) -> Result:
     """Run a federation from round 1, and leave a folder that `go_on` can go on with. A start that fails leaves none."""
     from fedmll.deploy.flower.processes import check_address
 
     _check(experiment)
     if server.keys is not None:
         keys.server_files(Path(server.keys))
-        keys.registered(Path(server.keys), server.clients)
+        keys.registered(Path(server.keys), server.taking_part)
+        passphrase_of(Path(server.keys) / "server.key", passphrase_file)
         server = replace(server, keys=str(Path(server.keys).resolve()))
     loop.check_vacant(out)
     check_address(server.host, server.port)
     mine = own_data(experiment, observer or Observer())
-    loop.create(out, settled(experiment, mine.test.sample_shape))
-    files.write(out / "server.json", json.dumps(asdict(server), indent=2) + "\n")
-    return go_on(out, observer)
+    with files.room_for(out, RESUME):
+        loop.create(out, settled(experiment, mine.test.sample_shape))
+        setting.save(server, out)
+    return go_on(out, observer, passphrase_file)
 
 
-def go_on(out: Path, observer: Observer | None = None) -> Result:
+def go_on(out: Path, observer: Observer | None = None, passphrase_file: Path | None = None) -> Result:
     """Start the federation in a folder, or go on with it from its last checkpoint."""
     from fedmll.deploy.flower.link import own_link
     from fedmll.deploy.flower.processes import Link, new_secret
@@ -95,19 +79,21 @@ def go_on(out: Path, observer: Observer | None = None) -> Result:
     experiment, server = loop.experiment_in(out), server_in(out)
     if (out / "summary.json").exists():
         raise ConfigError(f"The run in {out} is over: its result is in summary.json and model.safetensors there.")
-    link = Link(server.host, server.port, str(out / "flower"), str(new_secret(out / "flower")), {})
-    if server.keys is not None:
-        folder = Path(server.keys)
-        certificate, key, ca = map(str, keys.server_files(folder))
-        nodes = keys.registered(folder, server.clients)
-        link = replace(link, nodes=nodes, certificate=certificate, key=key, ca=ca)
-    with own_link(link) as connected:
-        return drive(connected.grid, experiment, server, out, observer, connected.alive)
-
-
-def server_in(out: Path) -> Server:
-    values = json.loads((out / "server.json").read_text())
-    return Server(**values | {"clients": tuple(values["clients"])})
+    with files.room_for(out, RESUME):
+        journal = Journal(out, observer)
+        link = Link(server.host, server.port, str(out / "flower"), str(new_secret(out / "flower")), {})
+        if server.keys is not None:
+            folder = Path(server.keys)
+            certificate, key, ca = keys.server_files(folder)
+            passphrase = passphrase_of(key, passphrase_file)
+            nodes, revoked = keys.registered(folder, server.taking_part), str(folder / keys.REVOKED)
+            link = replace(link, nodes=nodes, certificate=str(certificate), key=str(key), ca=str(ca))
+            link = replace(link, passphrase=passphrase, revoked=revoked)
+            for note in certificates.ending(folder):
+                journal.say(note)
+        with own_link(link, journal.say) as connected:
+            journal.say(f"listening on {server.host}:{server.port}, waiting for {', '.join(server.taking_part)}")
+            return drive(connected.grid, experiment, server, out, observer, connected.alive)
 
 
 def drive(
@@ -126,17 +112,16 @@ def drive(
     classes, shape = mine.test.classes, mine.test.sample_shape
     method = make(Task(experiment, classes, shape, len(server.clients), torch.device("cpu")))
     setup = Setup(server.run, told(experiment), None if method.private else classes, shape, len(server.clients))
-    roster = Roster(
-        grid,
-        server.clients,
-        server.keys is not None,
-        setup.to_json(),
-        out / "sites.json",
-        observer.warning,
-        classes,
-        {} if method.private else frozen_sketch(method.model()),
-        label_sets=_label_sets(server, classes) if method.private else None,
-    )
+    frozen = {} if method.private else frozen_sketch(method.model())
+    say, known = Journal(out, observer).say, out / setting.SITES
+    sets = _label_sets(server, classes) if method.private else None
+    try:
+        roster = Roster(
+            grid, server.taking_part, server.keys is not None, setup.to_json(), known, say, classes, frozen,
+            label_sets=sets,
+        )  # fmt: skip
+    except (ValueError, TypeError, KeyError, AttributeError, ReplyRefused):
+        raise setting.unreadable_sites(known) from None
     _wait_for_all(roster, server, alive)
     engines: list[FlowerEngine] = []
 
@@ -237,9 +222,9 @@ def _wait_for_all(roster: Roster, server: Server, alive: Callable[[], None]) -> 
     while True:
         alive()
         roster.update()
-        missing = [name for name in server.clients if name not in roster.introductions]
+        missing = [name for name in server.taking_part if name not in roster.introductions]
         here = len(roster.members)
-        if here == len(server.clients):
+        if here == len(server.taking_part):
             return
         if not missing and here >= server.min_clients and time.monotonic() > enough:
             return
@@ -249,7 +234,7 @@ def _wait_for_all(roster: Roster, server: Server, alive: Callable[[], None]) -> 
             )
             raise FederationError(
                 f"{who} in {server.join_timeout:g} s (--join-timeout). Nothing is lost: start `fedmll join` there, "
-                "then go on with `fedmll resume` here, or start a new run with other --clients."
+                "then go on with `fedmll resume` here, or without somebody: `fedmll resume --drop NAME`."
             )
         time.sleep(0.5)
 

@@ -158,12 +158,20 @@ def locked(out: Path) -> Iterator[None]:
         yield
 
 
+class _Log(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A disk that is full ends the run by what matters more than its log."""
+
+
 @contextmanager
 def logging_to(out: Path) -> Iterator[logging.Logger]:
     log = logging.getLogger(f"fedmll.run.{out.resolve()}")
     log.setLevel(logging.INFO)
     log.propagate = False
-    handler = logging.FileHandler(out / "log.txt")
+    if log.handlers:  # who called us writes there already
+        yield log
+        return
+    handler = _Log(out / "log.txt")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:

@@ -3,7 +3,8 @@
 They are Flower's own, started through its own entry points, with these differences:
 - Flower 1.41 serves everything on one port, and its Control API (start a run with any code, register any node) asks for
   no password there. Our SuperLink answers nodes only (`/v1/fleet/`); the Runtime API only from this machine, with a
-  secret; the nodes and the one run are put in before the port opens.
+  secret; the nodes and the one run are put in before the port opens. Who comes proves it before its request is read
+  (guard.py), and replies only for itself (port.py).
 - The SuperNode runs no code from the server: its tasks go to our executor, which always runs the installed fedmll.
 - A node that was killed may return at once, and a node asks for messages more often.
 - Telemetry, update checks and installs are off; Flower's files stay in our folder; a child dies with its parent.
@@ -14,26 +15,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fedmll.deploy.flower.processes import Link, Node
+from fedmll.deploy.private import private_key
 
 POLL_SECONDS = 0.5  # how often a SuperNode asks for messages; Flower's own 3 s make half of a short round
-OPEN_TO_NODES = "/v1/fleet/"
-OPEN_TO_THIS_MACHINE = "/v1/runtime/"
-LOOPBACK = ("127.0.0.1", "::1")
 
 
 def _superlink(setting: Link) -> None:
     import uvicorn
     from flwr.superlink.main import create_app
+    from flwr.superlink.servicer.fleet import fleet_handlers
+
+    from fedmll.deploy.flower.guard import Door, Guard
+    from fedmll.deploy.flower.port import ImpatientProtocol, Notices, Pushes, be_impatient, only_complete
 
     flower = import_module("flwr.superlink.cli.flower_superlink")
 
@@ -48,15 +52,25 @@ def _superlink(setting: Link) -> None:
     sys.argv = ["flower-superlink", *arguments]
     config = flower._parse_superlink_lifespan_config()
     app = create_app(config, flower.SuperLinkLifespan)
-    _prepare(app.state.linkstate_factory.state(), setting.nodes)
+    state = app.state.linkstate_factory.state()
+    _prepare(state, setting.nodes)
+    only_complete(state)
+    notices = Notices(Path(setting.folder))
+    revoked = None if setting.revoked is None else Path(setting.revoked)
+    Pushes(fleet_handlers)
+    be_impatient()
     uvicorn.run(
-        Guard(app),
+        Guard(app, None if setting.insecure else Door(setting.nodes, notices.tell, revoked)),
         host=setting.host,
         port=setting.port,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
+        ssl_keyfile_password=setting.passphrase,
+        loop="asyncio",
+        http=ImpatientProtocol,
+        ws="none",
         access_log=False,
-        log_level="warning",
+        log_level="error",  # warnings are what strangers send
     )
 
 
@@ -82,8 +96,8 @@ def _prepare(state: Any, nodes: Mapping[str, str]) -> None:
 
 
 def _let_nodes_return(state: Any) -> None:
-    """A node that was killed counts as online for another minute, and Flower refuses it so long when it comes back. It
-    has the key, so it is the same one: it may return at once."""
+    """A node that was killed counts as online for another minute, and Flower refuses it so long when it comes back. The
+    guard has seen that nobody else serves with its key: it may return at once."""
     activate = state.activate_node
 
     def activate_again(node_id: int, heartbeat_interval: float) -> bool:
@@ -116,31 +130,14 @@ clientapp = "fedmll.deploy.flower.site_app:app"
 """
 
 
-class Guard:
-    """In front of Flower's HTTP app: nodes reach the Fleet API, this machine the Runtime API, nobody anything else."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" or self.allowed(scope):
-            await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-length", b"0")]})
-            await send({"type": "http.response.body", "body": b""})
-
-    @staticmethod
-    def allowed(scope: Any) -> bool:
-        if scope["type"] != "http":
-            return False
-        path, client = scope["path"], (scope.get("client") or ("",))[0]
-        return path.startswith(OPEN_TO_NODES) or (path.startswith(OPEN_TO_THIS_MACHINE) and client in LOOPBACK)
-
-
 def _supernode(setting: Node) -> None:
     from flwr.supernode.cli import flower_supernode
 
     loop = import_module("flwr.supernode.start_client_internal")
+    _name_instance(import_module("flwr.supernode.fleet_http_connection"))
+    if setting.passphrase is not None:
+        command: Any = import_module("flwr.supernode.cli.flower_supernode")
+        command.load_ssh_private_key = lambda content, _: private_key(content, setting.passphrase)
 
     class Impatient:
         @staticmethod
@@ -161,6 +158,28 @@ def _supernode(setting: Node) -> None:
     flower_supernode()
 
 
+def _name_instance(connection: Any) -> None:
+    """Every request says which start of a SuperNode it is from: two programs with one key are told apart. And why the
+    port refuses a request is in the log, where `join` finds it."""
+    from flwr.supercore.error import FlowerError
+
+    from fedmll.deploy.flower.guard import INSTANCE_HEADER
+
+    instance = secrets.token_hex(8)
+
+    class Signed(connection.NodeAuthHttpInterceptor):
+        def intercept(self, context: Any, call_next: Any) -> Any:
+            context.request.headers[INSTANCE_HEADER] = instance
+            response = super().intercept(context, call_next)
+            if response.status_code == 401:  # Flower ends without a word
+                error = FlowerError.from_json(response.text)
+                if error is not None:
+                    print(f"[code: {error.code}] {error.message}", flush=True)
+            return response
+
+    connection.NodeAuthHttpInterceptor = Signed
+
+
 def _die_with(parent: int) -> None:
     """However the parent ends (SIGKILL too), this process ends with it."""
 
@@ -173,10 +192,10 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    kind, file, parent = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    kind, parent = sys.argv[1], int(sys.argv[2])
     _die_with(parent)
-    values = json.loads(file.read_text())
-    file.unlink()
+    os.umask(0o077)  # what Flower writes is nobody else's business
+    values = json.loads(sys.stdin.read())
     try:
         _superlink(Link(**values)) if kind == "superlink" else _supernode(Node(**values))
     finally:

@@ -8,8 +8,8 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ class Link:
     certificate: str | None = None  # with key and CA: TLS; None: insecure
     key: str | None = None
     ca: str | None = None
+    passphrase: str | None = None  # of the key
+    revoked: str | None = None  # the list of revoked keys
 
     @property
     def insecure(self) -> bool:
@@ -48,6 +50,7 @@ class Node:
     patience: float  # seconds without the server before it gives up
     ca: str | None = None  # None: insecure
     key: str | None = None
+    passphrase: str | None = None  # of the key
 
 
 class Child:
@@ -57,18 +60,20 @@ class Child:
         folder = Path(setting.folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.kind, self.log = kind, folder / f"{kind}.log"
-        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-            json.dump(asdict(setting), file)
-        self.said_before = self.log.stat().st_size if self.log.exists() else 0
-        with self.log.open("ab") as log:
+        with os.fdopen(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            os.fchmod(log.fileno(), 0o600)  # also one of an earlier version
+            self.said_before = os.fstat(log.fileno()).st_size
             self.process = subprocess.Popen(
-                [sys.executable, "-m", CHILD, kind, file.name, str(os.getpid())],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", CHILD, kind, str(os.getpid())],
+                stdin=subprocess.PIPE,  # what it is told holds a passphrase: neither a file nor an argument
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | quiet_flower(folder),
                 start_new_session=True,  # Ctrl-C is for us; we end it
             )
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # it may have ended already
+            pipe.write(json.dumps(asdict(setting)).encode())
 
     def ended(self) -> bool:
         return self.process.poll() is not None

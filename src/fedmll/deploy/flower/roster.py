@@ -19,6 +19,7 @@ from fedmll import files
 from fedmll.deploy import labels
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import HELLO
+from fedmll.deploy.turned_away import short_name
 from fedmll.errors import ReplyRefused
 from fedmll.message import Message
 from fedmll.models.flat import Sketch, sketches_differ
@@ -110,10 +111,15 @@ class Roster:
         self._hear(now)
 
     def _greet(self, node: int, since: str, now: float) -> None:
-        content = to_records(Message(), {"setup": self.setup})
+        content = to_records(Message(), {"setup": self.setup} | self._why_refused(node, since))
         (message_id,) = self.grid.push_messages([FlowerMessage(content, node, HELLO, ttl=HELLO_SECONDS)])
         if message_id:
             self.waiting[message_id] = (node, since, now + HELLO_SECONDS)
+
+    def _why_refused(self, node: int, since: str) -> dict[str, str]:
+        """A client that was refused is told why with the next greeting."""
+        why = self.refused.get((node, since), (0.0, ""))[1]
+        return {"refused": short_name(why)} if why else {}
 
     def _hear(self, now: float) -> None:
         for message_id in [key for key, (_, _, deadline) in self.waiting.items() if now > deadline]:

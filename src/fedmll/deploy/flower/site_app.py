@@ -20,6 +20,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.refusals import LONGEST_TEXT, Refused, plain, sentence
 from fedmll.deploy.site_worker import Setup, SiteWorker, forget, recall_site
+from fedmll.deploy.turned_away import advice
 from fedmll.errors import FedmllError
 from fedmll.message import Message
 
@@ -53,6 +54,8 @@ app = SiteApp()
 standing = Standing()
 Answer = tuple[Message, dict[str, Any]]
 
+_told: list[str] = []  # refusals that were shown
+
 _workers: dict[tuple[str, str], SiteWorker] = {}  # the newest only; by the site's file and the setup
 
 
@@ -62,7 +65,14 @@ def show(text: str) -> None:
 
 @app.query("hello")
 def hello(message: FlowerMessage, context: Context) -> FlowerMessage:
-    return _answer(message, context, lambda file, about, _: (Message(), _worker(file, about).introduce()))
+    def work(file: Path, about: dict[str, Any], _: Message) -> Answer:
+        refusal = advice(about.get("refused"))
+        if refusal is not None and refusal not in _told:
+            _told.append(refusal)
+            show(refusal)
+        return Message(), _worker(file, about).introduce()
+
+    return _answer(message, context, work)
 
 
 @app.train()

@@ -1,0 +1,125 @@
+"""How a federation's server is run: what server.json keeps, and what may change when the run is resumed."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fedmll import files
+from fedmll.deploy import keys
+from fedmll.errors import ConfigError, nearest
+
+FILE, SITES = "server.json", "sites.json"
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a federation's server is run. Nothing of it changes a result, but the clients' names."""
+
+    clients: tuple[str, ...]
+    host: str = "0.0.0.0"
+    port: int = 8000
+    keys: str | None = "keys"  # None: insecure
+    min_clients: int = 2
+    round_timeout: float = 600
+    join_timeout: float = 1800  # until every client has come once
+    tries: int = 3  # of a round that gets too few replies
+    dropped: tuple[str, ...] = ()  # came once, and takes no further part; it keeps its place in the list
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def __post_init__(self) -> None:
+        if not self.clients:
+            raise ConfigError("--clients names nobody; write for example --clients hospital-a,hospital-b.")
+        for name in self.clients:
+            keys.check_name(name)
+        if len(set(self.clients)) != len(self.clients):
+            raise ConfigError("--clients names somebody twice; each client needs a name of its own.")
+        if not 1 <= self.min_clients <= len(self.taking_part):
+            raise ConfigError(f"--min-clients {self.min_clients} is not possible with {len(self.taking_part)} clients.")
+        if self.round_timeout <= 0 or self.join_timeout <= 0:
+            raise ConfigError("--round-timeout and --join-timeout are seconds, more than 0.")
+
+    @property
+    def taking_part(self) -> tuple[str, ...]:
+        return tuple(name for name in self.clients if name not in self.dropped)
+
+
+def save(server: Server, out: Path) -> None:
+    files.write(out / FILE, json.dumps(asdict(server), indent=2) + "\n")
+
+
+def server_in(out: Path) -> Server:
+    path = out / FILE
+    try:
+        values = json.loads(path.read_text())
+        kinds = {each.name: str(each.type) for each in fields(Server)}
+        wrong = [name for name, value in values.items() if not _fits(value, kinds[name])]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}")
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return Server(**values | lists)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(
+            f"{path}, which says how this server is run (clients, address, keys), cannot be read: {error}. Put it back "
+            "from a copy; the run's results and checkpoints are not touched."
+        ) from None
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind.startswith("tuple"):
+        return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+    return (value is None and "None" in kind) or (
+        isinstance(value, kinds[kind.partition(" ")[0]]) and not isinstance(value, bool)
+    )
+
+
+def change(
+    out: Path,
+    *,
+    drop: Sequence[str] = (),
+    min_clients: int | None = None,
+    round_timeout: float | None = None,
+    address: tuple[str, int] | None = None,
+) -> Server:
+    """For the rest of a run: other deadlines, another address, without some of the clients."""
+    server = server_in(out)
+    for name in drop:
+        if name not in server.clients:
+            raise ConfigError(f"--drop {name}: there is no such client in this run{nearest(name, server.clients)}")
+    came = _came(out)
+    gone = tuple(name for name in server.clients if name in drop and name not in came)  # nothing depends on them yet
+    values: dict[str, Any] = {
+        "clients": tuple(name for name in server.clients if name not in gone),
+        "dropped": tuple(dict.fromkeys((*server.dropped, *(name for name in drop if name not in gone)))),
+    }
+    left = [name for name in values["clients"] if name not in values["dropped"]]
+    values["min_clients"] = min(server.min_clients, max(1, len(left))) if min_clients is None else min_clients
+    if round_timeout is not None:
+        values["round_timeout"] = round_timeout
+    if address is not None:
+        values |= dict(zip(("host", "port"), address, strict=True))
+    changed = replace(server, **values)
+    if changed != server:
+        save(changed, out)
+    return changed
+
+
+def _came(out: Path) -> set[str]:
+    """Who has introduced itself."""
+    path = out / SITES
+    try:
+        return set(dict(json.loads(path.read_text()))) if path.is_file() else set()
+    except (ValueError, TypeError):
+        raise unreadable_sites(path) from None
+
+
+def unreadable_sites(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path}, which says what each client has, cannot be read. Put it back from a copy; or move it away: every "
+        "client then introduces itself anew, and it is not noticed if its data changed since the run began."
+    )

@@ -1,0 +1,320 @@
+"""The guard in front of Flower's app, in this process: who may come in, and how much may be sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
+
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.proto.message_pb2 import Metadata, ObjectTree
+from flwr.proto.node_pb2 import Node as NodeProto
+from flwr.supercore.date import now
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supercore.primitives.asymmetric import sign_message
+
+from fedmll.deploy import keys, turned_away
+from fedmll.deploy.flower import guard, port
+from fedmll.deploy.flower.guard import INSTANCE_HEADER, Door, Guard
+from fedmll.deploy.private import private_key
+
+
+class Caller:
+    def __init__(self, folder: Path, name: str = "site-a") -> None:
+        keys.new_node(folder, name)
+        self.folder, self.name = folder, name
+        self.key = private_key((folder / f"{name}.key").read_bytes())
+        self.public = keys.registered(folder, [name])[name]
+        self.said: list[str] = []
+        self.door = Door({name: self.public}, self.said.append, folder / keys.REVOKED)
+        self.reached: list[bytes] = []
+        self.guard = Guard(self.app, self.door)
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.reached.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    def headers(self, ahead: float = 0.0, instance: str = "1", **more: str) -> dict[str, str]:
+        when = (now() + timedelta(seconds=ahead)).isoformat()
+        found = {
+            "flwr-public-key": b64encode(self.public.encode()).decode(),
+            "flwr-timestamp": when,
+            "flwr-signature": b64encode(sign_message(self.key, when.encode())).decode(),
+            INSTANCE_HEADER: instance,
+        }
+        return found | {name.replace("_", "-"): value for name, value in more.items()}
+
+    def call(
+        self, path: str, headers: dict[str, str], *pieces: bytes, guarded: Guard | None = None
+    ) -> tuple[int, dict[str, Any], int]:
+        """Status, what is told, and how many pieces of the body were read."""
+        return asyncio.run(self.acall(path, headers, *pieces, guarded=guarded))
+
+    async def acall(
+        self, path: str, headers: dict[str, str], *pieces: bytes, guarded: Guard | None = None
+    ) -> tuple[int, dict[str, Any], int]:
+        sent: list[dict[str, Any]] = []
+        left = list(pieces) or [b""]
+
+        async def receive() -> dict[str, Any]:
+            piece = left.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(left)}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "path": path, "headers": raw, "client": ("203.0.113.9", 1)}
+        await (guarded or self.guard)(scope, receive, send)
+        body = sent[1]["body"] if len(sent) > 1 else b""
+        return sent[0]["status"], json.loads(body) if body else {}, max(1, len(pieces)) - len(left)
+
+
+@pytest.fixture
+def caller(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+PULL, OBJECT = "/v1/fleet/pull-messages", "/v1/fleet/push-object"
+
+
+def test_a_member_comes_in_with_its_body(caller: Caller) -> None:
+    assert caller.call(PULL, caller.headers(), b"on", b"e")[0] == 200
+    assert caller.reached == [b"one"]
+    assert caller.said == []
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        lambda h: {},
+        lambda h: h | {"flwr-signature": b64encode(b"x").decode()},
+        lambda h: h | {"flwr-signature": "not base64!"},
+        lambda h: h | {"flwr-timestamp": "yesterday"},
+        lambda h: h | {"flwr-timestamp": h["flwr-timestamp"][:-1] + "9"},
+        lambda h: h | {"flwr-public-key": b64encode(b"-----BEGIN").decode()},
+    ],
+)
+def test_nothing_of_a_strangers_body_is_read(
+    caller: Caller, spoilt: Callable[[dict[str, str]], dict[str, str]]
+) -> None:
+    status, told, read = caller.call(OBJECT, spoilt(caller.headers()), b"x" * 10, b"x")
+    assert (status, read, caller.reached) == (401, 0, [])
+    assert told["detail"] == "fedmll refuses: unknown"
+    assert caller.said == []  # a stranger writes nothing into the operator's log
+
+
+def test_another_members_signature_does_not_do(caller: Caller, tmp_path: Path) -> None:
+    other = Caller(tmp_path / "other", "site-b")
+    mixed = caller.headers() | {"flwr-public-key": other.headers()["flwr-public-key"]}
+    assert caller.call(PULL, mixed)[0] == 401
+
+
+def test_bodies_are_bounded_as_declared_and_as_sent(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert caller.call(PULL, caller.headers(content_length=str(guard.SMALL + 1)), b"x")[::2] == (413, 0)
+    assert caller.call(PULL, caller.headers(content_length="-1"), b"x")[::2] == (413, 0)
+    assert caller.call(PULL, caller.headers(), b"x" * guard.SMALL)[0] == 200
+    assert caller.call(PULL, caller.headers(), b"x" * guard.SMALL, b"x", b"x")[::2] == (413, 2)
+    monkeypatch.setitem(guard.MOST_BYTES, OBJECT, guard.SMALL + 2)
+    assert caller.call(OBJECT, caller.headers(), b"x" * guard.SMALL, b"x", b"x")[0] == 200
+    insecure = Guard(caller.app)  # nobody is known, and still nobody sends more
+    assert caller.call(PULL, {}, b"x" * (guard.SMALL + 1), guarded=insecure)[0] == 413
+    assert caller.call(PULL, {}, b"x", guarded=insecure)[0] == 200
+    assert caller.call("/v1/runtime/acquire-task", caller.headers())[0] == 403
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "IDLE_SECONDS", 0.05)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    raw = [(name.encode(), value.encode()) for name, value in caller.headers().items()]
+    asyncio.run(caller.guard({"type": "http", "path": PULL, "headers": raw}, receive, send))
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "told", "words"),
+    [
+        (20, "clock 20", "The clock of this machine is 20 s ahead of the server's"),
+        (-400, "clock -400", "The clock of this machine is 400 s behind the server's"),
+    ],
+)
+def test_a_wrong_clock_is_told_at_both_ends(caller: Caller, ahead: float, told: str, words: str) -> None:
+    status, answer, read = caller.call(PULL, caller.headers(ahead), b"x")
+    assert (status, answer["detail"], read) == (401, f"fedmll refuses: {told}", 0)
+    way = "ahead of" if ahead > 0 else "behind"
+    assert caller.said == [f"site-a is refused: its clock is {abs(ahead)} s {way} the server's; it was told to set it"]
+    line = f"noise\n[code: {answer['code']}] {answer['detail']}\nnoise"
+    assert words in str(turned_away.heard(line, "fed:8000", "site-a", "k"))
+    for good in (4, -290):
+        assert caller.call(PULL, caller.headers(good))[0] == 200
+
+
+def test_a_revoked_key_is_refused_while_the_server_runs(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert caller.call(PULL, caller.headers())[0] == 200
+    keys.revoke(caller.folder, "site-a")
+    assert caller.call(PULL, caller.headers())[0] == 200  # the list is looked at every few seconds
+    monkeypatch.setattr(guard, "REVOKED_SECONDS", 0.0)
+    status, answer, _ = caller.call(PULL, caller.headers())
+    assert (status, answer["detail"]) == (401, "fedmll refuses: revoked")
+    assert caller.said == ["site-a is refused: its key was revoked"]
+
+
+def test_the_newer_of_two_programs_is_refused(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "SECOND_SECONDS", 0.3)
+
+    async def both() -> tuple[int, str]:
+        await caller.acall(guard.ACTIVATE, caller.headers())
+        coming = asyncio.create_task(caller.acall(guard.ACTIVATE, caller.headers(instance="2")))
+        await asyncio.sleep(0.05)
+        assert (await caller.acall(PULL, caller.headers()))[0] == 200  # the first one asks for messages, as ever
+        status, answer, _ = await coming
+        return status, answer["detail"]
+
+    assert asyncio.run(both()) == (401, "fedmll refuses: twice")
+    assert len(caller.said) == 1
+    assert caller.said[0].startswith("site-a: a second program came with its key")
+    assert caller.call(PULL, caller.headers())[0] == 200
+    assert caller.call(PULL, caller.headers(instance="2"))[0] == 401
+
+
+def test_who_comes_after_a_kill_is_let_in_and_yields_if_the_first_still_lives(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "SECOND_SECONDS", 0.0)
+    assert caller.call(guard.ACTIVATE, caller.headers())[0] == 200
+    assert caller.call(guard.ACTIVATE, caller.headers(instance="2"))[0] == 200  # the first one was silent
+    assert caller.call(PULL, caller.headers(instance="2"))[0] == 200
+    assert caller.said == []
+    assert caller.call(PULL, caller.headers())[0] == 200  # it only worked
+    assert caller.call(PULL, caller.headers(instance="2"))[0] == 401
+    assert caller.call(guard.ACTIVATE, caller.headers(instance="3"))[0] == 401  # we are wary now
+    assert caller.call(guard.DEACTIVATE, caller.headers())[0] == 200
+    assert caller.said[-1] == "site-a has left: its program was ended there"
+    assert caller.call(guard.ACTIVATE, caller.headers(instance="4"))[0] == 200  # it said goodbye
+
+
+def push(tree: ObjectTree, **about: Any) -> PushMessagesRequest:
+    values = {"src_node_id": 5, "dst_node_id": 1, "reply_to_message_id": "x", "message_id": tree.object_id} | about
+    message = MessageProto(metadata=Metadata(**values))
+    return PushMessagesRequest(node=NodeProto(node_id=5), messages_list=[message], message_object_trees=[tree])
+
+
+@pytest.mark.parametrize(
+    ("about", "problem"),
+    [
+        ({}, None),
+        ({"src_node_id": 1}, "from its sender"),
+        ({"src_node_id": 6}, "from its sender"),
+        ({"dst_node_id": 6}, "nobody else"),
+        ({"reply_to_message_id": ""}, "nobody else"),
+        ({"message_id": "y"}, "not the message's"),
+    ],
+)
+def test_a_reply_is_its_senders_own(about: dict[str, Any], problem: str | None) -> None:
+    found = port.wrong_push(push(ObjectTree(object_id="t"), **about))
+    assert found is None if problem is None else problem in str(found)
+    assert port.wrong_push(PushMessagesRequest(node=NodeProto(node_id=5))) == "one reply at a time"
+
+
+def name(letter: str) -> str:
+    return letter * 64
+
+
+def tree_of(letter: str, *children: ObjectTree) -> ObjectTree:
+    return ObjectTree(object_id=name(letter), children=children)
+
+
+def test_trees_do_not_double_over_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = InMemoryObjectStore()
+    first = tree_of("c", tree_of("d"), tree_of("d"))
+    assert port.wrong_tree(first, store) is None  # the same part twice: two tensors of zeros
+    store.preregister(1, first)
+    growing = tree_of("b", tree_of("c"), tree_of("c"))  # without c's parts, which the store would put in
+    assert port.wrong_tree(growing, store) == "an object has other parts than before"
+    assert port.wrong_tree(tree_of("b", first, first), store) is None  # in full
+    assert port.wrong_tree(tree_of("a", tree_of("b"), tree_of("b", tree_of("e"))), store) is not None
+    monkeypatch.setattr(port, "MOST_OBJECTS", 3)
+    assert port.wrong_tree(first, store) is None
+    assert port.wrong_tree(tree_of("b", first), store) == "too many objects"
+    deep = tree_of("0")
+    monkeypatch.setattr(port, "MOST_OBJECTS", 100)
+    for letter in "123456":
+        assert port.wrong_tree(deep, store) is None
+        deep = tree_of(letter, deep)
+    assert port.wrong_tree(deep, store) == "too many objects"
+
+
+def test_what_one_reply_may_weigh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port, "REPLY_BYTES", 10)
+    done: list[str] = []
+    handlers = SimpleNamespace(
+        push_messages=lambda request, state: done.append("message"),
+        push_object=lambda request, state: done.append("object"),
+    )
+    port.Pushes(handlers)
+    state = SimpleNamespace(object_store=InMemoryObjectStore())
+    piece = SimpleNamespace(node=NodeProto(node_id=5), object_content=b"x" * 6)
+    handlers.push_messages(request=push(ObjectTree(object_id="t")), state=state)
+    handlers.push_object(request=piece, state=state)
+    with pytest.raises(Exception, match="too large"):
+        handlers.push_object(request=piece, state=state)
+    handlers.push_messages(request=push(ObjectTree(object_id="t")), state=state)
+    handlers.push_object(request=piece, state=state)
+    with pytest.raises(Exception, match="from its sender"):
+        handlers.push_messages(request=push(ObjectTree(object_id="t"), src_node_id=1), state=state)
+    assert done == ["message", "object", "message", "object"]
+
+
+def test_a_reply_is_given_out_when_it_is_complete() -> None:
+    import threading
+
+    store, asked = InMemoryObjectStore(verify=False), []
+    tree = tree_of("a", tree_of("b"), tree_of("c"))
+    store.preregister(1, tree)
+    state = SimpleNamespace(
+        lock=threading.RLock(),
+        object_store=store,
+        message_ins_id_to_message_res_id={"question": name("a")},
+        get_message_res=lambda message_ids, run_id: asked.append(message_ids),
+    )
+    port.only_complete(state)
+    for letter in "abc":
+        state.get_message_res({"question", "unanswered"}, 1)
+        assert asked[-1] == {"unanswered"}
+        store.put(name(letter), b"x")
+    state.get_message_res({"question", "unanswered"}, 1)
+    assert asked[-1] == {"question", "unanswered"}
+
+
+def test_notices_reach_the_server_once_a_minute_and_harmless(tmp_path: Path) -> None:
+    notices = port.Notices(tmp_path)
+    assert (tmp_path / port.NOTICES).stat().st_mode & 0o777 == 0o600
+    assert port.new_notices(tmp_path, 0) == ([], 0)
+    for text in ("one", "one", "two\x1b[31m\n", "one"):
+        notices.tell(text)
+    found, place = port.new_notices(tmp_path, 0)
+    assert found == ["one", "two [31m"]
+    assert port.new_notices(tmp_path, place) == ([], place)
+    notices.tell("three")
+    with (tmp_path / port.NOTICES).open("a") as file:
+        file.write('"half')  # it is being written
+    assert port.new_notices(tmp_path, place)[0] == ["three"]
