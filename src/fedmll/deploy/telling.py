@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmll import files
-from fedmll.deploy.refusals import Refused, plain
+from fedmll.deploy.sentences import Refused, plain
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.models.weights import PUBLISHED
