@@ -38,7 +38,7 @@ from fedmll.deploy.estimate import bytes_needed
 from fedmll.deploy.flower import executor, processes, site_app
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import BYE, HELLO, TRAIN, app, standing
-from fedmll.deploy.refusals import SENTENCES, Refused, plain, sentence
+from fedmll.deploy.sentences import SENTENCES, Refused, plain, sentence
 from fedmll.deploy.site import Site, Summary
 from fedmll.deploy.site_worker import Setup, SiteWorker, recall_site, remember_site
 from fedmll.errors import ClientError, ConfigError, DataError, FederationError, ReplyRefused

@@ -16,7 +16,7 @@ from fedmll import files
 from fedmll.client import Task
 from fedmll.deploy.estimate import GIGABYTE
 from fedmll.deploy.own_folder import set_aside
-from fedmll.deploy.refusals import Refused, plain
+from fedmll.deploy.sentences import Refused, plain
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.methods import make

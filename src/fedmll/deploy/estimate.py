@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmll.client import Task
-from fedmll.deploy.refusals import Refused
+from fedmll.deploy.sentences import Refused
 from fedmll.errors import FedmllError
 from fedmll.methods import make
 

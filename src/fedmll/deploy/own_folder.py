@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedmll.deploy.refusals import Refused, plain
+from fedmll.deploy.sentences import Refused, plain
 from fedmll.errors import ConfigError
 
 CACHE, FLOWER, LOCK = "cache", "flower", "join.lock"

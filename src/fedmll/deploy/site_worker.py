@@ -19,7 +19,7 @@ from fedmll.data.images.cache import images_in, silent
 from fedmll.deploy import approval, own_folder, site
 from fedmll.deploy.approval import Limits
 from fedmll.deploy.estimate import GIGABYTE, bytes_needed
-from fedmll.deploy.refusals import Refused
+from fedmll.deploy.sentences import Refused
 from fedmll.deploy.site import Site
 from fedmll.deploy.telling import with_own_files
 from fedmll.engines.learner import Learner, with_tokens

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmll import files
-from fedmll.deploy.refusals import Refused, plain
+from fedmll.deploy.sentences import Refused, plain
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.models.weights import PUBLISHED
@@ -82,7 +82,7 @@ def with_own_files(values: Mapping[str, Any], own: Sequence[Path]) -> dict[str, 
     return {section: _walk(section, value, found) for section, value in known.items()}
 
 
-def digest(path: Path, run: bool = False) -> str:
+def digest(path: Path, run: bool) -> str:
     """Of a file; of a run's folder its model; of any other folder all that is in it, but hidden files."""
     if run:
         path = path / "model.safetensors"

@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 
 from fedmll.deploy.flower.records import from_records, to_records
-from fedmll.deploy.refusals import LONGEST_TEXT, Refused, plain, sentence
+from fedmll.deploy.sentences import LONGEST_TEXT, Refused, plain, sentence
 from fedmll.deploy.site_worker import Setup, SiteWorker, forget, recall_site
 from fedmll.deploy.turned_away import advice
 from fedmll.errors import FedmllError
