@@ -97,7 +97,7 @@ def test_predictions_come_batch_by_batch_in_evaluation_mode(monkeypatch: pytest.
     sizes: list[int] = []
 
     class Method:
-        def predict(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        def predict(self, model: torch.nn.Module, inputs: torch.Tensor, known: object = None) -> torch.Tensor:
             assert not model.training and torch.is_inference_mode_enabled()
             sizes.append(len(inputs))
             return model(inputs)
