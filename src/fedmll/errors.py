@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
+
+SHOWN = 400  # characters of what somebody else sent
 
 
 class FedmllError(Exception):
@@ -30,6 +33,10 @@ class ReplyRefused(FedmllError):
     """A client's reply that the server does not accept; names the client and the reason."""
 
 
+class MergeRefused(FedmllError):
+    """What a round's replies make together is not a model."""
+
+
 class FederationError(FedmllError):
     """A real federation cannot go on: the server, the network or too many clients are gone. Nothing is lost."""
 
@@ -38,8 +45,20 @@ class TooFewReplies(FederationError):
     """A round got fewer good replies than it needs; it can be tried again."""
 
 
+class RoundSpoilt(FederationError):
+    """A reply could not be merged, and half of it may be in the sums; the round is done again without its client."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a sentence: `; did you mean 'fedprox'?`, or the list of what is known when nothing is near."""
     choices = sorted(known)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(choices)}."
+
+
+def printable(text: object, most: int = SHOWN) -> str:
+    """What came from another machine, fit for a terminal and for one line of a log: no control characters (escape
+    sequences, line breaks, marks that turn the writing round), and not longer than a person reads."""
+    start = str(text)[: 4 * most]  # megabytes need not be looked through
+    clean = " ".join("".join(" " if unicodedata.category(c)[0] in "CZ" else c for c in start).split())
+    return clean if len(clean) <= most and len(start) == len(str(text)) else f"{clean[:most]} …"

@@ -54,6 +54,7 @@ class Server:
     round_timeout: float = 600
     join_timeout: float = 1800  # until every client has come once
     tries: int = 3  # of a round that gets too few replies
+    max_share: float = 1.0  # of one client in an average by size, among those who are asked
     run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -65,6 +66,8 @@ class Server:
             raise ConfigError("--clients names somebody twice; each client needs a name of its own.")
         if not 1 <= self.min_clients <= len(self.clients):
             raise ConfigError(f"--min-clients {self.min_clients} is not possible with {len(self.clients)} clients.")
+        if not 0 < self.max_share <= 1:
+            raise ConfigError(f"--max-share {self.max_share:g} is not a share; it is more than 0, and at most 1.")
         if self.round_timeout <= 0 or self.join_timeout <= 0:
             raise ConfigError("--round-timeout and --join-timeout are seconds, more than 0.")
 
@@ -148,6 +151,7 @@ def drive(
             tries=server.tries,
             alive=alive,
             progress=progress,
+            max_share=server.max_share,
         )
         engines.append(engine)
         return engine
@@ -255,7 +259,8 @@ def _federation(
     classes = mine.test.classes
     known = np.array([[name in introductions[client].classes for name in classes] for client in server.clients])
     nothing = Dataset(mine.test.store[:0], np.zeros((0, len(classes)), np.int8), classes, np.zeros(0, np.int64))
-    samples: tuple[NDArray[np.int64], ...] = tuple(np.arange(introductions[name].samples) for name in server.clients)
+    counts = (introductions[name].samples for name in server.clients)
+    samples: tuple[NDArray[np.int64], ...] = tuple(np.broadcast_to(np.int64(0), count) for count in counts)  # no memory
     return federation.Federation(
         experiment,
         train=nothing,
