@@ -27,6 +27,7 @@ from fedmll.message import Message
 from fedmll.models.flat import frozen_sketch
 from fedmll.models.weights import locate
 
+SMALLEST_GROUP = 5  # images that a class's mean or sum must be of before it leaves the site
 ME = 0  # a site's memory store has one client
 
 
@@ -67,7 +68,8 @@ class SiteWorker:
         torch.set_num_threads(1)  # as the local engine's workers: sums over several threads have other last bits
         share = float(experiment.partition.holdout)
         self.data = site.load(where, setup.classes, setup.shape, experiment.seed, share)
-        task = Task(experiment, self.data.train.classes, setup.shape, setup.clients, device)
+        classes = self.data.train.classes
+        task = Task(experiment, classes, setup.shape, setup.clients, device, smallest_group=SMALLEST_GROUP)
         self.learner = Learner(task)
         self.digest = digest_of({"training": self.data.train, "held-out": self.data.held_out})
         parts = {"train": self.data.train, "held_out": self.data.held_out}

@@ -2,9 +2,11 @@
 
 from fedmll.methods.method import Method
 from fedmll.methods.parts.basic import Known
+from fedmll.methods.parts.robust import AVERAGES
 
 
 class FedAvgPL(Method):
     name = "fedavg-pl"
     summary = "BCE over the known targets only; average by size"
     parts = (Known,)
+    average = AVERAGES
