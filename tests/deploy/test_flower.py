@@ -25,7 +25,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from sites import FUSION, NAMES, Consortium, write_consortium
 
 from fedmll import run
-from fedmll.deploy import keys, serving, site
+from fedmll.deploy import keys, serving, site, site_worker
 from fedmll.deploy.flower import engine, roster
 from fedmll.deploy.flower.children import Guard
 from fedmll.deploy.flower.records import from_records, to_records
@@ -51,6 +51,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ROSTER_SECONDS", 0.02)
     monkeypatch.setattr(engine, "BYE_SECONDS", 0.2)
     monkeypatch.setattr(roster, "ASK_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(site_worker, "SMALLEST_GROUP", 1)  # as a simulation, with which weights are compared
 
 
 # ---- records

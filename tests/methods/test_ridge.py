@@ -201,10 +201,10 @@ def test_every_method_with_a_linear_head_can_start_from_it(tmp_path: Path) -> No
 
 def test_sums_of_too_few_do_not_leave_a_site() -> None:
     targets = torch.tensor([[1, 1, 0, 0], [1, 0, 0, -1], [0, 0, 0, 1], [0, 0, 0, -1]])
-    assert withheld(targets, 1).tolist() == targets.tolist()  # a simulation
-    kept = withheld(targets, 2)
+    assert ridge.withheld(targets, 1).tolist() == targets.tolist()  # a simulation
+    kept = ridge.withheld(targets, 2)
     assert kept.T.tolist() == [[1, 1, 0, 0], [-1] * 4, [0, 0, 0, 0], [-1] * 4]  # one positive; one of each
-    assert not sums_of(torch.randn(4, 3).double(), kept)["cross"][1].any()
+    assert not ridge.sums_of(torch.randn(4, 3).double(), kept)["cross"][1].any()
 
 
 def test_sums_that_no_features_have_are_refused() -> None:
