@@ -19,11 +19,14 @@ pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.app import Message as FlowerMessage
+from flwr.supercore.inflatable import inflatable_utils
+from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body, get_object_id
 from sites import NAMES, Consortium
 from test_flower import FakeNode, Hear, consortium, drive, make_grid, quick  # noqa: F401  (fixtures)
 
 from fedmll.deploy import serving, site_worker
 from fedmll.deploy.flower.hearing import capped
+from fedmll.deploy.flower.inflating import Bounds
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.roster import Introduction
 from fedmll.deploy.flower.site_app import EVALUATE, HELLO, TRAIN
@@ -125,6 +128,28 @@ def test_json_is_bounded(text: str) -> None:
     records["about"] = ConfigRecord({"json": text})
     with pytest.raises(ReplyRefused, match="cannot be read"):
         from_records(records)
+
+
+def test_a_chunk_that_is_named_a_million_times_is_not_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflatable_utils, "inflatable_class_registry", dict(inflatable_utils.inflatable_class_registry))
+    bounds = Bounds()
+    bounds.install()
+    honest = Array(np.zeros(250_000, np.float32))
+    ((name, chunk),) = honest.slice_array()
+    told = json.dumps({"dtype": "float32", "shape": [10**13], "stype": "numpy.ndarray", "arraychunk_ids": [0] * 10**6})
+    contents = {name: chunk.deflate()}
+    for body in (None, told):
+        content = honest.deflate() if body is None else add_header_to_object_body(body.encode(), honest)
+        key = get_object_id(content)
+        with pytest.raises(ValueError, match="0 are expected"):
+            Bounds.inflate(Bounds(), content, {name: chunk})
+        bounds.allow(1_000_000)
+        if body is None:
+            found = inflatable_utils.inflate_object_from_contents(key, contents | {key: content})
+            assert np.array_equal(found.numpy(), honest.numpy())  # type: ignore[attr-defined]
+        else:
+            with pytest.raises(ValueError, match="an array of 1000128000000 bytes; 1000000 are expected"):
+                inflatable_utils.inflate_object_from_contents(key, contents | {key: content})
 
 
 def test_brackets_in_a_string_are_no_depth() -> None:
@@ -241,7 +266,8 @@ HONEST = {"samples": 70, "held_out": 0, "classes": ["digit-1"], "digest": "0" * 
     "changed",
     [
         {"samples": 10**12}, {"samples": True}, {"samples": 0}, {"samples": 5.0}, {"samples": "5"},
-        {"held_out": 10**12}, {"held_out": False}, {"held_out": -1}, {"classes": ["a", "a"]}, {"classes": [["a"]]}, {"classes": "a"},
+        {"held_out": 10**12}, {"held_out": False}, {"held_out": -1}, {"classes": ["a", "a"]},
+        {"classes": [["a"]]}, {"classes": "a"},
         {"digest": "0" * 31}, {"digest": 3},
     ],
     ids=str,
@@ -262,7 +288,7 @@ def test_a_first_greeting_of_a_trillion_images_stops_nobody(consortium: Consorti
         return FlowerMessage(again(about=next(lies, {}))(reply.content), reply_to=sent)
 
     grid.tamper = tamper
-    drive(consortium, grid, tmp_path / "out", hear, training__rounds=1)
+    drive(consortium, grid, tmp_path / "out", hear, training__rounds=1, join_timeout=30.0)
     assert [text for text in hear.said if "site-b is refused: it says that it has 1000000000000 images" in text]
     assert "site-b is here: 70 images, 10 classes annotated" in hear.said  # when it has come to its senses
     assert hear.rows[0]["clients"] == 3

@@ -57,6 +57,11 @@ class Like:
         because = f" ({self.why})" if self.why else ""
         return f"{name} is torch.{dtype} {shape}, not {self.dtype} {self.shape}{because}"
 
+    @property
+    def most_bytes(self) -> int:
+        """Of the largest tensor that fits."""
+        return math.prod(self.most if size is None else size for size in self.shape) * self.dtype.itemsize
+
     def _fits(self, shape: tuple[int, ...]) -> bool:
         allowed = [(1, self.most) if size is None else (size, size) for size in self.shape]
         return len(shape) == len(allowed) and all(a <= n <= b for n, (a, b) in zip(shape, allowed, strict=True))

@@ -17,6 +17,7 @@ from fedmll.client import Peer, Reply, task_of
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
 from fedmll.deploy.flower.hearing import Parcel, capped, heard
+from fedmll.deploy.flower.inflating import BOUNDS
 from fedmll.deploy.flower.records import to_records
 from fedmll.deploy.flower.roster import Roster
 from fedmll.deploy.flower.site_app import BYE, EVALUATE, TRAIN
@@ -194,12 +195,13 @@ class FlowerEngine:
             for message_id in [key for key, parcel in parcels.items() if parcel.peer is peer]:
                 del parcels[message_id]  # its node came anew: that message is lost
             message, about = letter(peer)
+            expected = self.method.expects(message, self.number) if kind == TRAIN else {}
+            BOUNDS.allow(max([message.nbytes, *(like.most_bytes for like in expected.values())]))
             content = to_records(message, about | {"setup": self.roster.setup})
             outgoing = FlowerMessage(content, member.node, kind, ttl=seconds, group_id=str(self.number))
             (message_id,) = self.grid.push_messages([outgoing])
             if message_id:
                 self.bytes_down += message.nbytes
-                expected = self.method.expects(message, self.number) if kind == TRAIN else {}
                 parcels[message_id] = Parcel(peer, member, expected)
 
     def _receive(self, kind: str, parcels: dict[str, Parcel], answers: Answers) -> None:

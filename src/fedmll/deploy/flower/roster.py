@@ -16,6 +16,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.app import RecordDict
 
 from fedmll import files
+from fedmll.deploy.flower.inflating import BOUNDS
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import HELLO
 from fedmll.errors import FederationError, ReplyRefused, printable
@@ -94,6 +95,7 @@ class Roster:
     introductions: dict[str, Introduction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        BOUNDS.install()
         self.waiting: dict[str, tuple[int, str, float]] = {}  # hello's id → node, since, deadline
         self.refused: dict[tuple[int, str], Refusal] = {}  # by node and since
         if self.file.exists():
