@@ -35,6 +35,7 @@ class Task:
     device: torch.device
     server_data: Dataset | None = None  # what the server itself holds, if anything; its labels are not for use
     finished: Finished | None = None  # where it only predicts
+    smallest_group: int = 1  # samples that a mean or sum must be of before it leaves a client; a site's own limit
 
     @property
     def seed(self) -> int:

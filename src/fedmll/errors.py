@@ -33,12 +33,20 @@ class ReplyRefused(FedmllError):
     """A client's reply that the server does not accept; names the client and the reason."""
 
 
+class MergeRefused(FedmllError):
+    """What a round's replies make together is not a model."""
+
+
 class FederationError(FedmllError):
     """A real federation cannot go on: the server, the network or too many clients are gone. Nothing is lost."""
 
 
 class TooFewReplies(FederationError):
     """A round got fewer good replies than it needs; it can be tried again."""
+
+
+class RoundSpoilt(FederationError):
+    """A reply could not be merged, and half of it may be in the sums; the round is done again without its client."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -210,3 +210,27 @@ def test_every_method_with_a_linear_head_can_start_from_it(tmp_path: Path) -> No
         experiment(method__start="ridge")
     with pytest.raises(ConfigError, match="has 0 rounds"):
         resume_more(tmp_path)
+
+
+def test_sums_of_too_few_do_not_leave_a_site() -> None:
+    targets = torch.tensor([[1, 1, 0, 0], [1, 0, 0, -1], [0, 0, 0, 1], [0, 0, 0, -1]])
+    assert ridge.withheld(targets, 1).tolist() == targets.tolist()  # a simulation
+    kept = ridge.withheld(targets, 2)
+    assert kept.T.tolist() == [[1, 1, 0, 0], [-1] * 4, [0, 0, 0, 0], [-1] * 4]  # one positive; one of each
+    assert not ridge.sums_of(torch.randn(4, 3).double(), kept)["cross"][1].any()
+
+
+def test_sums_that_no_features_have_are_refused() -> None:
+    learner = learner_of(experiment(**FROZEN))
+    client = client_of(learner, np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]]), round=0)
+    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 0)
+    good = learner.train(client, sent, {})
+    for key, wrong in (
+        ("ridge/gram", -good["ridge/gram"]),
+        ("ridge/gram", good["ridge/gram"] * 1e18),
+        ("ridge/cross", good["ridge/cross"] * 1e15),
+        ("ridge/all", good["ridge/all"] * 0),
+        ("ridge/all", good["ridge/all"] * torch.tensor([[1.0], [-1e3], [1.0]])),
+        ("ridge/all", good["ridge/all"] * torch.tensor([[1.0], [1.0], [1e19]])),
+    ):
+        assert learner.method.refuse(sent, Message(good.tensors | {key: wrong}, good.numbers), 0), key

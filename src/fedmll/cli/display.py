@@ -15,7 +15,7 @@ from fedmll.experiment import Experiment
 from fedmll.running.comparison import Cell
 from fedmll.running.grid import GridObserver
 from fedmll.running.loop import Result, Row
-from fedmll.running.shown import headlines, number
+from fedmll.running.shown import BY_SITE, headlines, number
 
 # Of the families of averages (metrics.Report.left_out) the two pairs that lose the same classes: their names, and why.
 LEFT_OUT = {
@@ -120,7 +120,7 @@ class FederationProgress(RunProgress):
 
     def round_done(self, row: Row) -> None:
         super().round_done(row)
-        shown = ("loss", "macro_auc", "map", "macro_f1")
+        shown = ("loss", "macro_auc", "map", "macro_f1", *BY_SITE)
         values = ", ".join(f"{name} {number(row[name], 3)}" for name in shown if name in row)
         line = f"round {row['round']}: {row['clients']} clients, {values}, {row['seconds']:.1f} s"
         say(line)

@@ -57,6 +57,9 @@ def server(
     join_timeout: Annotated[
         float, typer.Option("--join-timeout", help="Seconds until every client must have come once.")
     ] = 1800,
+    max_share: Annotated[
+        float, typer.Option("--max-share", help="The most that one client counts in an average by size.")
+    ] = 1.0,
     listen: Annotated[
         str | None, typer.Option("--listen", help="HOST:PORT. Default: 0.0.0.0:8000; --insecure: 127.0.0.1:8000.")
     ] = None,
@@ -101,6 +104,7 @@ def server(
         min(2, len(names)) if min_clients is None else min_clients,
         round_timeout,
         join_timeout,
+        max_share=max_share,
     )
     with display.FederationProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
         if played is None:

@@ -134,6 +134,7 @@ def drive(
             tries=server.tries,
             alive=alive,
             progress=progress,
+            max_share=server.max_share,
         )
         engines.append(engine)
         return engine
@@ -246,7 +247,8 @@ def _federation(
     classes = mine.test.classes
     known = np.array([[name in introductions[client].classes for name in classes] for client in server.clients])
     nothing = Dataset(mine.test.store[:0], np.zeros((0, len(classes)), np.int8), classes, np.zeros(0, np.int64))
-    samples: tuple[NDArray[np.int64], ...] = tuple(np.arange(introductions[name].samples) for name in server.clients)
+    counts = (introductions[name].samples for name in server.clients)
+    samples: tuple[NDArray[np.int64], ...] = tuple(np.broadcast_to(np.int64(0), count) for count in counts)  # no memory
     return federation.Federation(
         experiment,
         train=nothing,

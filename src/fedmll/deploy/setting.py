@@ -28,6 +28,7 @@ class Server:
     round_timeout: float = 600
     join_timeout: float = 1800  # until every client has come once
     tries: int = 3  # of a round that gets too few replies
+    max_share: float = 1.0  # of one client in an average by size, among those who are asked
     dropped: tuple[str, ...] = ()  # came once, and takes no further part; it keeps its place in the list
     run: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -40,6 +41,8 @@ class Server:
             raise ConfigError("--clients names somebody twice; each client needs a name of its own.")
         if not 1 <= self.min_clients <= len(self.taking_part):
             raise ConfigError(f"--min-clients {self.min_clients} is not possible with {len(self.taking_part)} clients.")
+        if not 0 < self.max_share <= 1:
+            raise ConfigError(f"--max-share {self.max_share:g} is not a share; it is more than 0, and at most 1.")
         if self.round_timeout <= 0 or self.join_timeout <= 0:
             raise ConfigError("--round-timeout and --join-timeout are seconds, more than 0.")
 

@@ -30,6 +30,7 @@ from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.models.flat import frozen_sketch
 
+SMALLEST_GROUP = 5  # images that a class's mean or sum must be of before it leaves the site
 ME = 0  # a site's memory store has one client
 _estimates: dict[tuple[Any, ...], float] = {}  # found once in a process: setup, site, images, limit → bytes
 
@@ -77,7 +78,7 @@ class SiteWorker:
         device, share = choose_device(where.device), float(experiment.partition.holdout)
         torch.set_num_threads(1)  # as the local engine's workers: sums over several threads have other last bits
         classes = site.own_classes(where) if setup.classes is None else setup.classes
-        task = Task(experiment, classes, setup.shape, setup.clients, device)
+        task = Task(experiment, classes, setup.shape, setup.clients, device, smallest_group=SMALLEST_GROUP)
         self._agree(setup, task, share, show)
         with own_folder.private(), images_in(where.memory / own_folder.CACHE):
             self.data = site.load(where, setup.classes, setup.shape, experiment.seed, share)

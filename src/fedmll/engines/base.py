@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fedmll.client import Reply
+from fedmll.client import Peer, Reply
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress
 from fedmll.engines.learner import Learner
@@ -40,6 +40,10 @@ class Engine(Protocol):
 
     def round(self, state: Tensors, number: int) -> Iterator[Reply]:
         """The good replies of the round's clients; of all clients in an opening or closing exchange."""
+
+    def fault(self, error: Exception, peer: Peer | None) -> None:
+        """A reply, or (None) all of them together, cannot be merged. Raises `error` where clients are one's own; raises
+        RoundSpoilt where the round is done again without the client; returns where the model stays as it was."""
 
     def evaluate(self, message: Message) -> Evaluation: ...
 

@@ -13,7 +13,7 @@ import torch._dynamo  # the first optimiser step imports it, two seconds; here o
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedmll.client import EVALUATION_BATCH, Reply, task_of, under
+from fedmll.client import EVALUATION_BATCH, Peer, Reply, task_of, under
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
@@ -76,6 +76,9 @@ class LocalEngine:
             self.bytes_up += reply.nbytes
             self.memory.written(client, number)
             yield self.peers[client], reply
+
+    def fault(self, error: Exception, peer: Peer | None) -> None:
+        raise error
 
     def predict(self, message: Message, *names: str) -> list[NDArray[np.float32]]:
         """The deployed model's probabilities on some of the evaluated datasets, by all workers."""

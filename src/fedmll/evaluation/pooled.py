@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll import registry
 from fedmll.evaluation import metrics
 
 if TYPE_CHECKING:
@@ -33,6 +34,16 @@ METRICS: dict[str, str] = {
     **dict.fromkeys(("client_mean_map", "client_worst_map"), f"{_POSITIVE} {_HELD_OUT}"),
     **dict.fromkeys(("client_mean_macro_f1", "client_worst_macro_f1"), f"{_POSITIVE} {_HELD_OUT}"),
 }
+
+HIGHEST = 100  # of every metric: they are percent, and so are those of plug-ins
+SITES = "sites_"  # before a metric that is an average over the sites' own
+
+
+def of_a_site() -> frozenset[str]:
+    """The metrics that a site may say of its own held-out data; everything else is not believed."""
+    elsewhere = ("val_", "client_")
+    own = {name for name in METRICS if not name.startswith(elsewhere) and not name.endswith("_tuned")}
+    return frozenset(own - {"accuracy"}) | registry.added("metric").keys()
 
 
 @dataclass(frozen=True)

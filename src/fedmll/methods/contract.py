@@ -9,9 +9,7 @@ is stored, resumed and checked without a line of the part's. A part does not kno
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -22,6 +20,8 @@ from torch import Tensor
 from fedmll.client import Client, Peer, Step, Task, Work
 from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
+from fedmll.methods.expected import Like as Like
+from fedmll.methods.expected import refuse_unlike as refuse_unlike
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat import FlatWeights
 from fedmll.models.network import Network
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fedmll.experiment import Experiment
 
 AUTO = "auto"  # an option that a rule decides when the experiment is made (`resolve`)
-LARGEST_GROWTH = 20  # weights whose norm is this many times that of what was sent are of no honest round of training
+LARGEST_RETURNED = 1e9  # of numbers that a part sends and gets back without a word about their range
 
 RESERVED = {"name", "of", "head", "parts", "average", "start", "optimizer"}  # of an experiment's [method], of memories
 Located = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]  # the same from every folder
@@ -155,7 +155,8 @@ class Part(Piece):
 
     def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
         """What a good reply holds; everything else is refused. `sent` has the part's own tensors and the weights."""
-        return {name: Like(tuple(sent[name].shape), sent[name].dtype) for name in self.returns}
+        bound = LARGEST_RETURNED
+        return {name: Like(tuple(sent[name].shape), sent[name].dtype, -bound, bound) for name in self.returns}
 
     def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
         """None: its state stays. `beside` are the mergers of the parts before it, which get every reply first."""
@@ -206,56 +207,3 @@ class Part(Piece):
     def inputs(self, images: Tensor, received: Tensors) -> Tensor:
         """Images as its network takes them when it predicts; `received` is what `deploy` added under its name."""
         return images
-
-
-@dataclass(frozen=True)
-class Like:
-    """What a tensor of a reply must be: its shape, type and range, all stated."""
-
-    shape: tuple[int | None, ...]  # None: from 1 to `most`
-    dtype: torch.dtype = torch.float32
-    low: float = -math.inf
-    high: float = math.inf
-    norm: float = math.inf  # the largest
-    most: int = 1
-    why: str = ""  # the shape is what it is
-    rule: Callable[[Tensor], bool] | None = None  # what else must hold …
-    broken: str = ""  # … and what to say if it does not
-
-    @classmethod
-    def sent(cls, weights: Tensor, why: str = "") -> Like:
-        """Weights after a round of training that started from these."""
-        return cls(tuple(weights.shape), weights.dtype, norm=LARGEST_GROWTH * (1 + float(weights.norm())), why=why)
-
-    def refuse(self, name: str, tensor: Tensor) -> str | None:
-        if not self._fits(tuple(tensor.shape)) or tensor.dtype != self.dtype:
-            because = f" ({self.why})" if self.why else ""
-            return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {self.dtype} {self.shape}{because}"
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            return f"{name} holds NaN or infinite values"
-        if tensor.numel() and not (self.low <= float(tensor.min()) and float(tensor.max()) <= self.high):
-            return f"{name} holds values outside [{self.low:g}, {self.high:g}]"
-        if self.norm < math.inf and float(tensor.norm()) > self.norm:
-            return f"{name} has the norm {float(tensor.norm()):.3g}; at most {self.norm:.3g} is believed"
-        if self.rule is not None and not self.rule(tensor):
-            return f"{name} {self.broken}"
-        return None
-
-    def _fits(self, shape: tuple[int, ...]) -> bool:
-        allowed = [(1, self.most) if size is None else (size, size) for size in self.shape]
-        return len(shape) == len(allowed) and all(a <= n <= b for n, (a, b) in zip(shape, allowed, strict=True))
-
-
-def refuse_unlike(expected: Mapping[str, Like], reply: Message) -> str | None:
-    """Why a reply does not hold what is expected, or None."""
-    missing, unknown = expected.keys() - reply.tensors.keys(), reply.tensors.keys() - expected.keys()
-    if missing:
-        return f"it lacks {', '.join(sorted(missing))}"
-    if unknown:
-        return f"it holds the unknown key {', '.join(sorted(unknown))}"
-    if not all(math.isfinite(number) for number in reply.numbers.values()):
-        return "one of its numbers is not finite"
-    if not reply.numbers.get("samples", 0) > 0:
-        return "it does not say how many samples it has"
-    reasons = (like.refuse(name, reply[name]) for name, like in expected.items())
-    return next((reason for reason in reasons if reason is not None), None)

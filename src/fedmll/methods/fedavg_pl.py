@@ -2,6 +2,7 @@
 
 from fedmll.methods.method import Method
 from fedmll.methods.parts.basic import Known
+from fedmll.methods.parts.robust import AVERAGES
 
 
 class FedAvgPL(Method):
@@ -10,3 +11,4 @@ class FedAvgPL(Method):
     paper = "baseline of Sun et al., 2024"
     setting = ("partial annotation",)
     parts = (Known,)
+    average = AVERAGES

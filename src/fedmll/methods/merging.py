@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from fedmll.client import Peer
+from fedmll.errors import MergeRefused
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Merger, Records
+from fedmll.methods.expected import refuse_variances
 
 if TYPE_CHECKING:
     from fedmll.methods.method import Method
@@ -42,4 +46,16 @@ class Merging:
                     merged |= own
                 else:
                     states[part] = own
+        self._check(merged)
         return method.joined(states | {method.mean: merged}), records
+
+    def _check(self, merged: Tensors) -> None:
+        """A model that nobody can go on from is never stored: the next round would blame who trains with it."""
+        weights = merged.get("weights")
+        if weights is None:
+            return
+        reason = None if bool(torch.isfinite(weights).all()) else "the merged weights hold NaN or infinite values"
+        if hasattr(self.method.mean, "weights"):  # bound to a model
+            reason = reason or refuse_variances("the merged model", weights, self.method.mean.weights)
+        if reason is not None:
+            raise MergeRefused(f"{reason}, so that no round can follow from it.")

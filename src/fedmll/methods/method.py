@@ -13,7 +13,7 @@ from fedmll import registry
 from fedmll.client import Peer, Task, under
 from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
-from fedmll.methods.contract import AUTO, Found, Head, Part, PartOptions, Piece, Records, refuse_unlike
+from fedmll.methods.contract import AUTO, Found, Head, Like, Part, PartOptions, Piece, Records, refuse_unlike
 from fedmll.methods.heads import Linear
 from fedmll.methods.merging import Merging
 from fedmll.methods.parts.basic import Absent, Mean
@@ -250,15 +250,18 @@ class Method:
     def send(self, state: Tensors, peer: Peer, round: int) -> Message:
         return Message(self.joined({part: part.send(self.own(part, state), peer, round) for part in self.list}))
 
-    def refuse(self, sent: Message, reply: Message, round: int) -> str | None:
-        """Why a reply cannot be accepted, or None."""
+    def expects(self, sent: Message, round: int) -> dict[str, Like]:
+        """What a good reply holds, all of it."""
         weights = self.own(self.mean, sent.tensors)
-        expected = {
+        return {
             self.key(part, name): like
             for part in self.replying(round)
             for name, like in part.expects(weights | self.own(part, sent.tensors), round).items()
         }
-        return refuse_unlike(expected, reply)
+
+    def refuse(self, sent: Message, reply: Message, round: int) -> str | None:
+        """Why a reply cannot be accepted, or None."""
+        return refuse_unlike(self.expects(sent, round), reply)
 
     def merger(self, state: Tensors, round: int) -> Merging:
         return Merging(self, state, round)

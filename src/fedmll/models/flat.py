@@ -45,6 +45,7 @@ class FlatWeights:
         self.counter_layout = _places(list(integers.items()))
         self.parameters = list(parameters.values())
         self.parameter_end = sum(p.numel() for p in self.parameters)
+        self._batch_counts = [self.counter_layout[n].where for n in _unused_counts(model) if n in self.counter_layout]
         device = next(iter(parameters.values())).device
         self.vector = torch.empty(sum(p.shape.numel() for p in self.layout.values()), device=device)
         self.counters = torch.empty(
@@ -64,6 +65,18 @@ class FlatWeights:
     def parameter_vector(self) -> Tensor:
         """The parameters, without the buffers; a view."""
         return self.vector[: self.parameter_end]
+
+    @property
+    def buffer_count(self) -> int:
+        """How many entries at the end of the vector are not parameters."""
+        return len(self.vector) - self.parameter_end
+
+    def variances(self, length: int) -> list[slice]:
+        """Where BatchNorm's variances lie in weights of this length: a client's may lack rows of the head, which are
+        before the buffers."""
+        shift = length - len(self.vector)
+        places = [place.where for name, place in self.layout.items() if name.endswith("running_var")]
+        return [slice(place.start + shift, place.stop + shift) for place in places]
 
     def add_gradient(self, gradient: Tensor, factor: float = 1.0) -> None:
         """To the gradients of the parameters that have one."""
@@ -85,10 +98,13 @@ class FlatWeights:
             self.counters.copy_(tensors["counters"])
 
     def dump(self) -> Tensors:
-        """A copy of the weights, as a message or the server's state holds them."""
+        """A copy of the weights, as a message or the server's state holds them. How many batches a normalisation has
+        seen says how much data there is and is used by nothing: it stays here, as 0."""
         tensors = {"weights": self.vector.to("cpu", copy=True)}
         if len(self.counters):
             tensors["counters"] = self.counters.to("cpu", copy=True)
+            for place in self._batch_counts:
+                tensors["counters"][place] = 0
         return tensors
 
     def named(self, tensors: Tensors) -> Tensors:
@@ -159,6 +175,15 @@ def _frozen_buffers(model: nn.Module) -> set[str]:
         if (own := list(module.parameters(recurse=False))) and not any(p.requires_grad for p in own)
         for name, _ in module.named_buffers(recurse=False)
     }
+
+
+def _unused_counts(model: nn.Module) -> list[str]:
+    """Batch counts of normalisations with a momentum: without one their statistics are means over these counts."""
+    return [
+        f"{place}.num_batches_tracked".lstrip(".")
+        for place, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is not None
+    ]
 
 
 def _places(tensors: list[tuple[str, Tensor]]) -> dict[str, Place]:

@@ -21,13 +21,14 @@ from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.engines.base import Engine, MakeEngine
 from fedmll.engines.local import LocalEngine
-from fedmll.errors import ConfigError, FedmllError, TooFewReplies
+from fedmll.errors import ConfigError, FedmllError
 from fedmll.evaluation.pooled import Evaluation
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Records
 from fedmll.running import checkpoint
 from fedmll.running.checkpoint import Checkpoint
+from fedmll.running.exchange import Losses, exchange
 from fedmll.running.folder import (
     EXPERIMENT,
     MEMORY,
@@ -209,26 +210,9 @@ class _Run:
         self.observer.round_done(row)
         return state
 
-    def _exchange(self, state: Tensors, number: int) -> tuple[Tensors, Records, list[tuple[float, float]]]:
-        """The clients' replies, merged; tried again where too few came. Also each one's loss and samples."""
-        engine, method = self.engine, self.engine.learner.method
-        total = len(engine.learner.participants(self.federation, number))
-        for attempt in range(engine.tries):
-            losses: list[tuple[float, float]] = []
-            merger = method.merger(state, number)
-            self.observer.client_done(number, 0, total)
-            try:
-                for peer, reply in engine.round(state, number):
-                    losses.append((reply.numbers["loss"], reply.numbers["samples"]))
-                    merger.add(peer, reply)
-                    self.observer.client_done(number, len(losses), total)
-                return *merger.result(), losses
-            except TooFewReplies as error:
-                if attempt + 1 == engine.tries:
-                    raise
-                self.log.warning("round %d is tried again: %s", number, error)
-                self.observer.warning(f"Round {number} is tried again: {error}")
-        raise AssertionError("an engine tries a round at least once")
+    def _exchange(self, state: Tensors, number: int) -> tuple[Tensors, Records, Losses]:
+        total = len(self.engine.learner.participants(self.federation, number))
+        return exchange(self.engine, state, number, total, self.observer, self.log)
 
     def _remember_best(self, row: Row, state: Tensors) -> None:
         if self.experiment.training.keep != "best":
@@ -246,7 +230,7 @@ class _Run:
             path = self.out / "records" / f"{row['round']:06d}.safetensors"
             with files.replacing(path) as temporary:
                 save_file({name: t.contiguous() for name, t in records.items()}, temporary)
-        shown = ("loss", "macro_auc", "map", "macro_f1", "seconds")
+        shown = ("loss", "macro_auc", "map", "macro_f1", "sites_macro_auc", "seconds")
         self.log.info("round %d: %s", row["round"], ", ".join(f"{k} {row[k]:.4g}" for k in shown if k in row))
 
     def _checkpoint(self, state: Tensors, number: int) -> None:

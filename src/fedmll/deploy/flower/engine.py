@@ -16,20 +16,24 @@ from torch import Tensor
 from fedmll.client import Peer, Reply, task_of
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
-from fedmll.deploy.flower.records import from_records, to_records
-from fedmll.deploy.flower.roster import Member, Roster
+from fedmll.deploy.flower.hearing import Parcel, capped, heard
+from fedmll.deploy.flower.inflating import BOUNDS
+from fedmll.deploy.flower.records import to_records
+from fedmll.deploy.flower.roster import Roster
 from fedmll.deploy.flower.site_app import BYE, EVALUATE, TRAIN
 from fedmll.engines.learner import Learner
 from fedmll.engines.local import choose_device
-from fedmll.errors import ReplyRefused, TooFewReplies
+from fedmll.errors import ReplyRefused, RoundSpoilt, TooFewReplies, printable
 from fedmll.evaluation import metrics
-from fedmll.evaluation.pooled import VALIDATED, Evaluation, evaluate_pooled
+from fedmll.evaluation.pooled import SITES, VALIDATED, Evaluation, evaluate_pooled
 from fedmll.message import Message, Tensors
 
 POLL_SECONDS = 0.2
 ROSTER_SECONDS = 2.0
 BYE_SECONDS = 20
 LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+
+Answers = dict[str, tuple[Peer, Message, dict[str, Any]] | None]  # by name; None: will not come, or was merged
 
 
 @dataclass
@@ -47,15 +51,6 @@ class SiteMemories:
         return {"base": self.latest.get(client), "keep": keep}
 
 
-@dataclass
-class Parcel:
-    """A message on its way: to whom, and what was sent (a reply must look like it)."""
-
-    peer: Peer
-    member: Member
-    sent: Message
-
-
 class FlowerEngine:
     def __init__(
         self,
@@ -67,8 +62,9 @@ class FlowerEngine:
         tries: int,
         alive: Callable[[], None],
         progress: Progress = silent,
+        max_share: float = 1.0,
     ) -> None:
-        self.roster, self.grid = roster, roster.grid
+        self.roster, self.grid, self.max_share = roster, roster.grid, max_share
         self.min_clients, self.round_timeout, self.tries = min_clients, round_timeout, tries
         self.alive = alive  # raises when the SuperLink is gone
         self.learner = Learner(task_of(federation, choose_device(federation.experiment.engine.device)))
@@ -78,7 +74,10 @@ class FlowerEngine:
         self.method.begin(self.peers)
         self.memory = SiteMemories()
         self.bytes_up = self.bytes_down = 0
-        self.number = 0
+        self.number = -1
+        self.remembered: dict[int, int] = {}  # the memories before the round
+        self.spoilers: set[str] = set()  # whose replies of this round could not be merged
+        self.hung: set[str] = set()  # who let this round's deadline pass: one is enough
 
     def start(self) -> Tensors:
         return self.method.start()
@@ -92,10 +91,13 @@ class FlowerEngine:
     # ---- a round
 
     def round(self, state: Tensors, number: int) -> Iterator[Reply]:
-        order = self.learner.participants(self.federation, number)
-        needed = min(self.min_clients, len(order))
-        self.number = number
-        remembered = dict(self.memory.latest)
+        asked = [self.peers[client] for client in self.learner.participants(self.federation, number)]
+        needed = min(self.min_clients, len(asked))
+        sizes = capped([self.roster.introductions[peer.name].samples for peer in asked], self.max_share)
+        weights = {peer.name: size for peer, size in zip(asked, sizes, strict=True)}
+        if number != self.number:
+            self.number, self.spoilers = number, set()
+        self.hung, self.remembered = set(), dict(self.memory.latest)
         self.bytes_down = self.bytes_up = 0
         messages: dict[int, Message] = {}
 
@@ -104,18 +106,29 @@ class FlowerEngine:
             return messages[peer.index], {"round": number, **self.memory.of(peer.index)}
 
         good = 0
-        for peer, reply, about in self._exchange(TRAIN, [self.peers[c] for c in order], letter, needed, number):
+        peers = [peer for peer in asked if peer.name not in self.spoilers]
+        for peer, reply, about in self._exchange(TRAIN, peers, letter, needed):
             good += 1
             self.bytes_up += reply.nbytes
             if about.get("memory") is True:
                 self.memory.latest[peer.index] = number
+            reply.numbers["samples"] = weights[peer.name]  # what the operator saw, not what is said now
             yield peer, reply
         if good < needed:
-            self.memory.latest = remembered  # who trained starts again from what it remembered before
+            self.memory.latest = self.remembered  # who trained starts again from what it remembered before
             raise TooFewReplies(
-                f"round {number} got {good} good replies from {len(order)} clients and needs {needed} (--min-clients). "
+                f"round {number} got {good} good replies from {len(asked)} clients and needs {needed} (--min-clients). "
                 f"Connected: {', '.join(sorted(self.roster.members)) or 'nobody'}."
             )
+
+    def fault(self, error: Exception, peer: Peer | None) -> None:
+        reason = f"{type(error).__name__}: {printable(error)}"
+        if peer is None:
+            self.roster.notice(f"round {self.number} changes nothing: its replies make no model together ({reason})")
+            return
+        self.spoilers.add(peer.name)
+        self.memory.latest = dict(self.remembered)
+        raise RoundSpoilt(f"the reply of {peer.name} is refused: it cannot be merged ({reason}).")
 
     def _exchange(
         self,
@@ -123,12 +136,11 @@ class FlowerEngine:
         peers: Sequence[Peer],
         letter: Callable[[Peer], tuple[Message, dict[str, Any]]],
         needed: int,
-        number: int,
     ) -> Iterator[tuple[Peer, Message, dict[str, Any]]]:
         """Send each peer its letter and give the good replies in the peers' order, until all answered or are gone, or
         the deadline is over. A node that came back meanwhile is asked again."""
         deadline = time.monotonic() + self.round_timeout
-        answers: dict[str, tuple[Peer, Message, dict[str, Any]] | None] = {}  # None: will not come
+        answers: Answers = {peer.name: None for peer in peers if peer.name in self.hung}
         parcels: dict[str, Parcel] = {}
         next_look, turn = 0.0, 0
         while turn < len(peers):
@@ -138,7 +150,7 @@ class FlowerEngine:
                 self.roster.update()
                 self._send(kind, [p for p in peers if p.name not in answers], letter, parcels, deadline - now)
                 next_look = now + ROSTER_SECONDS
-            self._receive(kind, parcels, answers, number)
+            self._receive(kind, parcels, answers)
             while turn < len(peers) and peers[turn].name in answers:
                 answer = answers[peers[turn].name]
                 answers[peers[turn].name] = None  # merged: let it go
@@ -150,13 +162,18 @@ class FlowerEngine:
             waiting = sum(answer is not None for answer in answers.values())
             nobody = all(name not in self.roster.members for name in missing) and needed - waiting <= 0
             if missing and (time.monotonic() > deadline or (nobody and not self._expected(missing))):
-                for name in missing:
-                    connected = name in self.roster.members
-                    reason = f"no answer in {self.round_timeout:g} s" if connected else "it is not connected"
-                    self.roster.notice(f"round {number}: {name} is left out ({reason})")
-                    answers[name] = None
+                self._leave_out(missing, answers, late=time.monotonic() > deadline)
             elif missing:
                 time.sleep(POLL_SECONDS)
+
+    def _leave_out(self, names: Sequence[str], answers: Answers, late: bool) -> None:
+        for name in names:
+            connected = name in self.roster.members
+            reason = f"no answer in {self.round_timeout:g} s" if connected else self.roster.absence(name)
+            self.roster.notice(f"round {self.number}: {name} is left out ({reason})")
+            answers[name] = None
+        if late:
+            self.hung |= set(names)
 
     def _expected(self, names: Sequence[str]) -> bool:
         """Whether one of these is just being greeted."""
@@ -178,55 +195,36 @@ class FlowerEngine:
             for message_id in [key for key, parcel in parcels.items() if parcel.peer is peer]:
                 del parcels[message_id]  # its node came anew: that message is lost
             message, about = letter(peer)
+            expected = self.method.expects(message, self.number) if kind == TRAIN else {}
+            BOUNDS.allow(max([message.nbytes, *(like.most_bytes for like in expected.values())]))
             content = to_records(message, about | {"setup": self.roster.setup})
             outgoing = FlowerMessage(content, member.node, kind, ttl=seconds, group_id=str(self.number))
             (message_id,) = self.grid.push_messages([outgoing])
             if message_id:
                 self.bytes_down += message.nbytes
-                parcels[message_id] = Parcel(peer, member, message)
+                parcels[message_id] = Parcel(peer, member, expected)
 
-    def _receive(
-        self,
-        kind: str,
-        parcels: dict[str, Parcel],
-        answers: dict[str, tuple[Peer, Message, dict[str, Any]] | None],
-        number: int,
-    ) -> None:
-        for reply in self.grid.pull_messages(list(parcels)) if parcels else ():
+    def _receive(self, kind: str, parcels: dict[str, Parcel], answers: Answers) -> None:
+        replies = list(self.grid.pull_messages(list(parcels))) if parcels else []
+        since = self.roster.connections() if replies else {}
+        for reply in replies:
             parcel = parcels.pop(reply.metadata.reply_to_message_id, None)
             if parcel is None or (reply.has_error() and reply.error.code in LOST):
                 continue  # it is sent again if its node is there
-            peer = parcel.peer
+            peer, member = parcel.peer, parcel.member
+            if since.get(member.node, member.since) != member.since:
+                continue  # its node came anew: it is greeted before anything it says counts, and asked again
             try:
-                if reply.has_error():
-                    raise ReplyRefused(f"its node reports: {reply.error.reason or reply.error.code}")
-                message, about = from_records(reply.content)
-                self._check(kind, parcel, message, about)
+                message, about = heard(kind, reply, parcel, self.roster.introductions[peer.name])
                 answers[peer.name] = (peer, message, about)
             except ReplyRefused as refusal:
-                self.roster.notice(f"round {number}: the reply of {peer.name} is refused: {refusal}")
+                self.roster.notice(f"round {self.number}: the reply of {peer.name} is refused: {refusal}")
                 answers[peer.name] = None
-
-    def _check(self, kind: str, parcel: Parcel, reply: Message, about: dict[str, Any]) -> None:
-        if "error" in about:
-            raise ReplyRefused(str(about["error"]))
-        if about.get("name") != parcel.peer.name:
-            raise ReplyRefused(f"it calls itself '{about.get('name')}'")
-        if kind != TRAIN:
-            return
-        if "loss" not in reply.numbers:
-            raise ReplyRefused("it does not say its loss")
-        try:
-            reason = self.method.refuse(parcel.sent, reply, self.number)
-        except Exception as error:  # a reply that confuses the check is not a good one
-            reason = f"it cannot be checked ({type(error).__name__}: {error})"
-        if reason is not None:
-            raise ReplyRefused(reason)
 
     # ---- evaluation
 
     def evaluate(self, message: Message) -> Evaluation:
-        """On the server's test data, if it has any; and on the clients' own, averaged by size."""
+        """On the server's test data, if it has any; and on the clients' own, averaged by size and called that."""
         report, values, found = metrics.Report({}, {}, {}), {}, {}
         if len(self.federation.test):
             self.learner.receive(message)
@@ -238,7 +236,8 @@ class FlowerEngine:
         clients = self._clients_evaluation(message)
         if clients is not None:
             means = clients.values
-            values = means | values | {f"val_{k}": means[k] for k in VALIDATED if k in means}
+            values = values | {SITES + name: mean for name, mean in means.items()}
+            values |= {f"val_{k}": means[k] for k in VALIDATED if k in means}
         return Evaluation(values, report, clients, found)
 
     def _clients_evaluation(self, message: Message) -> metrics.ClientReport | None:
@@ -251,16 +250,16 @@ class FlowerEngine:
             # a private client may only see its own rows
             return (self.method.send(message.tensors, peer, self.number) if self.method.private else message), {}
 
-        found = [(peer, reply.numbers) for peer, reply, _ in self._exchange(EVALUATE, peers, letter, 1, self.number)]
+        found = [(peer, reply.numbers) for peer, reply, _ in self._exchange(EVALUATE, peers, letter, 1)]
         if not found:
             return None
         sizes = np.array([introductions[peer.name].held_out for peer, _ in found])
         names = sorted(set.union(*(set(numbers) for _, numbers in found)))
         table = {name: np.array([numbers.get(name, np.nan) for _, numbers in found]) for name in names}
-        values = {}
+        values, weights = {}, np.array(capped(sizes.tolist(), self.max_share))
         for name, column in table.items():
             defined = np.isfinite(column)
-            values[name] = float(np.average(column[defined], weights=sizes[defined])) if defined.any() else np.nan
+            values[name] = float(np.average(column[defined], weights=weights[defined])) if defined.any() else np.nan
         places = np.array([peer.index for peer, _ in found])
         return metrics.ClientReport(values, {"client": places, "samples": sizes, **table})
 

@@ -17,11 +17,13 @@ from flwr.app import RecordDict
 
 from fedmll import files
 from fedmll.deploy import labels
+from fedmll.deploy.flower.inflating import BOUNDS
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import HELLO
 from fedmll.deploy.turned_away import short_name
-from fedmll.errors import ReplyRefused
+from fedmll.errors import FederationError, ReplyRefused, printable
 from fedmll.message import Message
+from fedmll.methods.expected import MOST_SAMPLES
 from fedmll.models.flat import Sketch, sketches_differ
 
 ASK_AGAIN_SECONDS = 10  # a node that was refused may have been put right
@@ -54,12 +56,15 @@ class Introduction:
     def of(cls, told: Mapping[str, Any]) -> Introduction:
         samples, held_out, classes = told.get("samples"), told.get("held_out"), told.get("classes")
         digest = told.get("digest")
-        counts = isinstance(samples, int) and isinstance(held_out, int) and samples > 0 and held_out >= 0
-        if not counts or not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        if type(samples) is not int or type(held_out) is not int:  # nor true and false, which are numbers to Python
             raise ReplyRefused("it does not say properly what data it has")
-        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+        if not 1 <= samples <= MOST_SAMPLES or not 0 <= held_out <= MOST_SAMPLES:
+            raise ReplyRefused(f"it says that it has {samples} images and holds {held_out} out, which is not believed")
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise ReplyRefused("it does not say properly what data it has")
-        return cls(int(str(samples)), int(str(held_out)), tuple(classes), digest)
+        if len(set(classes)) < len(classes) or not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+            raise ReplyRefused("it does not say properly what data it has")
+        return cls(samples, held_out, tuple(classes), digest)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,13 @@ class Member:
     name: str
     node: int
     since: str  # when its node came: a node that came anew has lost what it was doing
+
+
+@dataclass(frozen=True)
+class Refusal:
+    name: str
+    reason: str
+    again: float  # when it may be asked again
 
 
 @dataclass
@@ -86,11 +98,27 @@ class Roster:
     introductions: dict[str, Introduction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        BOUNDS.install()
         self.waiting: dict[str, tuple[int, str, float]] = {}  # hello's id → node, since, deadline
-        self.refused: dict[tuple[int, str], tuple[float, str]] = {}  # node, since → when it may be asked again, why
+        self.refused: dict[tuple[int, str], Refusal] = {}  # by node and since
         if self.file.exists():
-            for name, told in json.loads(self.file.read_text()).items():
-                self.introductions[name] = Introduction.of(told)
+            try:
+                known = json.loads(self.file.read_text())
+                self.introductions |= {name: Introduction.of(told) for name, told in known.items()}
+            except (ValueError, AttributeError, ReplyRefused):
+                raise FederationError(
+                    f"{self.file} cannot be read: it holds what each client said of its data when the run began. Put "
+                    "it back from a copy, or start a new run."
+                ) from None
+
+    def absence(self, name: str) -> str:
+        """Why somebody is not among the members."""
+        reasons = [refusal.reason for refusal in self.refused.values() if refusal.name == name]
+        return f"it is refused: {reasons[-1]}" if reasons else "it is not connected"
+
+    def connections(self) -> dict[int, str]:
+        """Since when each node is connected, as it is now."""
+        return {node.node_id: node.last_activated_at for node in self.grid.get_nodes()}
 
     def update(self) -> None:
         """See who is there, greet who is new, hear the answers."""
@@ -101,12 +129,13 @@ class Roster:
                 del self.members[name]
                 if node is None:
                     self.notice(f"{name} is gone; the run goes on without it until it comes back")
+        here = {(node_id, node.last_activated_at) for node_id, node in online.items()}
+        self.refused = {key: refusal for key, refusal in self.refused.items() if key in here}
         now = time.monotonic()
         greeted = {(member.node, member.since) for member in self.members.values()}
         greeted |= {(node, since) for node, since, _ in self.waiting.values()}
-        for node_id, node in online.items():
-            key = (node_id, node.last_activated_at)
-            if key not in greeted and now >= self.refused.get(key, (0.0, ""))[0]:
+        for key in sorted(here - greeted):
+            if key not in self.refused or now >= self.refused[key].again:
                 self._greet(*key, now)
         self._hear(now)
 
@@ -129,19 +158,22 @@ class Roster:
         names = {node.node_id: node.name for node in self.grid.get_nodes()}
         for reply in self.grid.pull_messages(list(self.waiting)):
             node, since, _ = self.waiting.pop(reply.metadata.reply_to_message_id, (0, "", 0.0))
-            if node and not reply.has_error():
+            if node and reply.metadata.src_node_id == node and not reply.has_error():
                 self._consider(node, since, names.get(node, ""), reply.content, now)
 
     def _consider(self, node: int, since: str, registered: str, content: RecordDict, now: float) -> None:
         told: dict[str, Any] = {}
         try:
-            _, told = from_records(content)
+            _, told = from_records(content, expected={}, numbers=())
             introduction = self._accept(node, registered, told)
-        except ReplyRefused as refusal:
-            name = registered or str(told.get("name") or f"node {node}")
-            if self.refused.get((node, since), (0.0, ""))[1] != str(refusal):
-                self.notice(f"{name} is refused: {refusal}")
-            self.refused[node, since] = (now + ASK_AGAIN_SECONDS, str(refusal))
+        except Exception as error:  # what a client says may confuse a check, but not end the run
+            known = isinstance(error, ReplyRefused)
+            reason = printable(error) if known else f"it cannot be checked ({type(error).__name__})"
+            name = registered or printable(told.get("name") or f"node {node}", 80)
+            before = self.refused.get((node, since))
+            if before is None or before.reason != reason:
+                self.notice(f"{name} is refused: {reason}")
+            self.refused[node, since] = Refusal(name, reason, now + ASK_AGAIN_SECONDS)
             return
         name = told["name"]
         again = name in self.introductions

@@ -15,6 +15,8 @@ from fedmll.message import Message, Tensors
 from fedmll.methods import losses
 from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option
 
+MOST_STEPS = 1e12  # what an integer of a model may count
+
 
 class Supervision(Part):
     """How targets are taught: `training.loss` by entry, and which entries count."""
@@ -71,9 +73,9 @@ class Mean(Part):
         return dict(state)
 
     def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
-        expected = {"weights": Like.sent(sent["weights"])}
+        expected = {"weights": Like.sent(sent["weights"], flat=self.weights)}
         if "counters" in sent:
-            expected["counters"] = Like(tuple(sent["counters"].shape), torch.int64, low=0)
+            expected["counters"] = Like(tuple(sent["counters"].shape), torch.int64, low=0, high=MOST_STEPS)
         return expected
 
     def weight(self, reply: Message) -> float:

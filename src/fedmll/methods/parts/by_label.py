@@ -64,7 +64,7 @@ class ByLabel(ByOwner):
 
     def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
         why = "its classifier has a row for each label of its own set, no more and no fewer"
-        return super().expects(sent, round) | {"weights": Like.sent(sent["weights"], why)}
+        return super().expects(sent, round) | {"weights": Like.sent(sent["weights"], why, self.weights)}
 
 
 class AveragingRows(Merger):

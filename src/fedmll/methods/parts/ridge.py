@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fedmll.experiment import Experiment
 
 GRID = torch.logspace(-5, 1, 13, dtype=torch.float64)  # of λ, relative to the samples
+LARGEST_SUM, LARGEST_SQUARE = 1e12, 1e16  # that are believed: features up to 10⁴ of 10⁸ samples
 SMALLEST = 1e-6  # of a feature's standard deviation: what is constant says nothing
 
 
@@ -54,7 +55,7 @@ class FromSums(Part):
     def survey(self, work: Work) -> Tensors:
         features = work.look(features=True).features
         assert features is not None
-        return sums_of(features.double(), work.client.targets, self.balanced)
+        return sums_of(features.double(), withheld(work.client.targets, self.task.smallest_group), self.balanced)
 
     def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
         if not self.asked(round):
@@ -67,8 +68,8 @@ class FromSums(Part):
             "gram": Like(
                 (None, width + 1, width + 1), double, most=classes, rule=_symmetric, broken="is not symmetric"
             ),
-            "cross": Like((classes, width + 1), double),
-            "all": Like((3, width), double),
+            "cross": Like((classes, width + 1), double, -LARGEST_SUM, LARGEST_SUM),
+            "all": Like((3, width), double, rule=_moments, broken="holds no counts, sums and squares"),
         }
 
 
@@ -103,6 +104,14 @@ class Ridge(FromSums):
 
     def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
         return Solving(self) if self.asked(round) else None
+
+
+def withheld(targets: Tensor, smallest: int) -> Tensor:
+    """The targets, without those of a class whose positives or negatives are fewer than `smallest`: a sum over one
+    patient is that patient's features. Where there are none at all nothing is told of anybody."""
+    counts = torch.stack([(targets == label).sum(0) for label in (0, 1)])
+    few = ((counts > 0) & (counts < smallest)).any(0)
+    return torch.where(few, torch.full_like(targets, -1), targets)
 
 
 def sums_of(features: Tensor, targets: Tensor, balanced: bool = False) -> Tensors:
@@ -247,4 +256,13 @@ class _System:
 
 
 def _symmetric(gram: Tensor) -> bool:
-    return torch.equal(gram, gram.mT)
+    """And a sum of squares, of an ordinary size."""
+    squares = gram.diagonal(dim1=1, dim2=2)
+    return torch.equal(gram, gram.mT) and bool((squares >= 0).all()) and float(gram.abs().max()) <= LARGEST_SQUARE
+
+
+def _moments(moments: Tensor) -> bool:
+    """By Cauchy and Schwarz the square of a sum is bounded."""
+    count, total, squares = moments
+    bounded = bool((count >= 1).all()) and float(squares.max()) <= LARGEST_SQUARE
+    return bounded and bool((total.square() <= count * squares * (1 + 1e-6) + 1e-6).all())

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedmll.client import Peer, Reply
-from fedmll.message import Message
+from fedmll.message import Message, Tensors
 
 
 class Spill:
@@ -40,3 +41,19 @@ class Spill:
 
     def __iter__(self) -> Iterator[Reply]:
         return (self[place] for place in range(len(self)))
+
+    @property
+    def integers(self) -> Tensors:
+        """Of the first reply: what cannot be averaged."""
+        return {name: t for name, t in self.rest[0][1].tensors.items() if not t.is_floating_point()}
+
+    def columns(self, numbers: int) -> Iterator[Tensor]:
+        """The replies (clients, some of the weights), column after column, about `numbers` at a time. All have as many
+        weights."""
+        width, length = max(1, numbers // len(self.rest)), self.rest[0][3]
+        for first in range(0, length, width):
+            last, rows = min(first + width, length), []
+            for place in range(len(self.rest)):
+                self.file.seek(4 * (place * length + first))
+                rows.append(np.frombuffer(self.file.read(4 * (last - first)), np.float32))
+            yield torch.from_numpy(np.stack(rows))

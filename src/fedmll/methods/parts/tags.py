@@ -14,13 +14,14 @@ from fedmll.client import Peer, Work
 from fedmll.errors import ClientError, ConfigError
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import AUTO, Found, Like, Merger, Part, PartOptions, Records, option
+from fedmll.methods.expected import MOST_SAMPLES
 from fedmll.methods.parts.prototypes import PrototypeMeans, local_prototypes, nearness
 
 if TYPE_CHECKING:
     from fedmll.experiment import Experiment
 
 NOT_SENT = -1.0  # in `difficulty`
-LARGEST_FEATURE = 1e6  # in a prototype
+LARGEST_FEATURE = 1e4  # in a prototype
 
 
 class Staged(Part):
@@ -98,7 +99,7 @@ class Tags(Staged):
         expected = {
             "prototypes": Like((2, classes, self.model.width), low=-limit, high=limit),
             "votes": Like((2, classes), torch.bool),
-            "made": Like((2,), torch.int64, low=0),
+            "made": Like((2,), torch.int64, low=0, high=MOST_SAMPLES * classes),
         }
         if self.options.adaptive:
             share = Like(
@@ -153,7 +154,7 @@ class Tags(Staged):
             return {}
         look, targets, memory = work.look(features=True), work.client.targets, work.memory(self.name)
         assert look.features is not None
-        prototypes, votes = local_prototypes(look.features, targets)
+        prototypes, votes = local_prototypes(look.features, targets, self.task.smallest_group)
         made = [(memory["tags"] == label).sum() if memory else torch.tensor(0) for label in (0, 1)]
         reply = {"prototypes": prototypes, "votes": votes, "made": torch.stack(made)}
         if self.options.adaptive:

@@ -1,0 +1,115 @@
+"""Averages that bear a bad client, against NumPy and SciPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import small
+from scipy.stats import trim_mean
+
+from fedmll import run
+from fedmll.client import Peer, task_of
+from fedmll.data.federation import build
+from fedmll.engines.learner import Learner
+from fedmll.message import Message, Tensors
+from fedmll.methods.parts import robust
+
+SIZES = (5, 20, 1, 9, 14)
+
+
+def learner(**changes: Any) -> Learner:
+    return Learner(task_of(build(small(**changes))))
+
+
+def peer(index: int) -> Peer:
+    return Peer(index, f"c{index}", torch.ones(10, dtype=torch.bool))
+
+
+def replies(start: np.ndarray, count: int, buffers: int, seed: int = 0) -> np.ndarray:
+    """Updates of very different lengths; the statistics stay positive, as they are in training."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.uniform(0.01, 3, (count, 1))
+    found = start + lengths * generator.normal(size=(count, len(start))) / np.sqrt(len(start))
+    found[:, len(start) - buffers :] = generator.uniform(0, 2, (count, buffers))
+    return found.astype(np.float32)
+
+
+def merged(method: Any, state: Tensors, weights: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    merging = method.merger(state, 1)
+    for index, (values, size) in enumerate(zip(weights, SIZES, strict=False)):
+        rest = {"counters": torch.full_like(state["counters"], index)} if "counters" in state else {}
+        merging.add(peer(index), Message({"weights": torch.from_numpy(values.copy())} | rest, {"samples": float(size)}))
+    after, records = merging.result()
+    if "counters" in state:
+        assert not after["counters"].any()  # the first reply's
+    return after["weights"].numpy(), records
+
+
+@pytest.mark.parametrize("weights", ["size", "equal"])
+@pytest.mark.parametrize("count", [1, 2, 4, 5])
+def test_clipped_mean_by_hand(weights: str, count: int) -> None:
+    here = learner(method__average="clipped-mean", method__weights=weights)
+    state = here.method.start()
+    start, end = state["weights"].numpy().astype(np.float64), here.weights.parameter_end
+    buffers = len(start) - end
+    assert buffers  # BatchNorm's
+    sent = replies(start, count, buffers)
+    updates = sent - start
+    for part in (slice(0, end), slice(end, None)):
+        norms = np.linalg.norm(updates[:, part], axis=1)
+        limit = np.sort(norms)[(count - 1) // 2]
+        updates[:, part] *= np.minimum(1, limit / norms)[:, None]
+    shares = np.array(SIZES[:count] if weights == "size" else [1] * count, float)
+    found, records = merged(here.method, state, sent)
+    np.testing.assert_allclose(found, start + (shares / shares.sum()) @ updates, rtol=2e-6, atol=2e-6)
+    norms = np.linalg.norm(sent[:, :end] - start[:end], axis=1)
+    assert records["update_norm"] == pytest.approx(np.sort(norms)[(count - 1) // 2])
+    assert records["clipped"] == count - 1 - (count - 1) // 2
+
+
+@pytest.mark.parametrize(("trim", "count"), [(0.2, 5), (0.25, 4), (0.4, 5), (0.0, 3), (0.2, 2)])
+def test_trimmed_mean_is_scipys(trim: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(robust, "BLOCK", 100)  # several blocks, the last one short
+    here = learner(method__average="trimmed-mean", method__trim=trim)
+    state = here.method.start()
+    sent = replies(state["weights"].numpy(), count, here.weights.buffer_count)
+    found, records = merged(here.method, state, sent)
+    np.testing.assert_allclose(found, trim_mean(sent.astype(np.float64), trim, axis=0), rtol=1e-6, atol=1e-7)
+    assert records["trimmed"] == 2 * int(trim * count)
+
+
+def test_of_three_one_is_trimmed_at_each_end() -> None:
+    here = learner(method__average="trimmed-mean")
+    sent = replies(here.method.start()["weights"].numpy(), 3, here.weights.buffer_count)
+    assert np.array_equal(merged(here.method, here.method.start(), sent)[0], np.median(sent, axis=0))
+
+
+@pytest.mark.parametrize("average", ["clipped-mean", "trimmed-mean"])
+def test_one_bad_client_cannot_steer(average: str) -> None:
+    """Four honest updates of length ½ and one of length 9 the other way, by the largest client."""
+    here = learner(method__average=average)
+    state = here.method.start()
+    start, end = state["weights"].numpy(), here.weights.parameter_end
+    direction = np.zeros_like(start)
+    direction[:end] = 1 / np.sqrt(end)
+    sent = np.stack([start + length * direction for length in (0.5, -9, 0.5, 0.45, 0.55)])
+    found, _ = merged(here.method, state, sent)
+    plain, _ = merged(learner().method, state, sent)
+    assert (plain - start) @ direction < -3
+    assert np.linalg.norm(found - start) <= 0.5
+    if average == "trimmed-mean":
+        assert (found - start) @ direction == pytest.approx(0.4833, abs=1e-3)  # of 0.45, 0.5, 0.5
+
+
+@pytest.mark.parametrize("average", ["clipped-mean", "trimmed-mean"])
+def test_a_run_with_it_is_the_same_with_workers(average: str) -> None:
+    here, there = (run(small(method__average=average, engine__workers=workers)) for workers in (0, 2))
+    assert all(torch.equal(here.weights[name], there.weights[name]) for name in here.weights)
+
+
+def test_it_can_be_composed() -> None:
+    method = {"name": "compose", "average": "trimmed-mean", "parts": ["known"], "trimmed-mean": {"trim": 0.3}}
+    assert run(small(method=method)).rows[-1]["trimmed"] == 2
