@@ -53,7 +53,7 @@ class Turns:
     def __init__(self, name: str, data: federation.Federation, folder: Path) -> None:
         experiment = Experiment.make(SETTING).changed({"method.name": name} | NEEDED.get(name, {}))
         self.engine = LocalEngine(replace(data, experiment=experiment), folder / name)
-        self.state, self.number = self.engine.start(), 0 if self.engine.method.opens else 1
+        self.state, self.number = self.engine.start(), 0 if self.engine.method.asks("opening") else 1
         self.only_opens = experiment.training.rounds == 0
 
     def next(self) -> float:

@@ -118,7 +118,7 @@ def test_nothing_is_asked_before_the_end() -> None:
     reply = learner.train(client_of(learner, LABELS, round=2), sent, {})
     assert learner.method.refuse(sent, reply, 2) is None
     assert set(reply.tensors) == {"weights", "counters"}
-    assert learner.method.closes and not learner.method.opens
+    assert learner.method.asks("closing") and not learner.method.asks("opening")
 
 
 def test_what_cannot_be_is_refused() -> None:

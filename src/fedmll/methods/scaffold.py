@@ -22,7 +22,8 @@ from torch import Tensor
 from fedmll.client import Peer, Task, Work
 from fedmll.errors import ConfigError
 from fedmll.message import Tensors
-from fedmll.methods.contract import LARGEST_GROWTH, Like, Merger, Part, Sum
+from fedmll.methods.contract import Like, Merger, Part, Sum
+from fedmll.methods.expected import LARGEST_GROWTH
 from fedmll.methods.method import Method
 
 if TYPE_CHECKING:

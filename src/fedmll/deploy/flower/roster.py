@@ -147,8 +147,8 @@ class Roster:
 
     def _why_refused(self, node: int, since: str) -> dict[str, str]:
         """A client that was refused is told why with the next greeting."""
-        why = self.refused.get((node, since), (0.0, ""))[1]
-        return {"refused": short_name(why)} if why else {}
+        before = self.refused.get((node, since))
+        return {} if before is None else {"refused": short_name(before.reason)}
 
     def _hear(self, now: float) -> None:
         for message_id in [key for key, (_, _, deadline) in self.waiting.items() if now > deadline]:
