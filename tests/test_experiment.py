@@ -54,13 +54,14 @@ def test_what_is_unknown_or_impossible_is_refused_by_name(values: dict, message:
         Experiment.make(values)
 
 
+AVERAGE = {"average": "mean", "trim": 0.2}
 START = {"start": "seed", "ridge": "gcv", "ridge_balanced": False}
 
 
 def test_changed_starts_another_method_from_its_own_options() -> None:
     prox = Experiment.make({"method": {"name": "fedprox", "mu": 0.5, "weights": "equal"}})
-    assert prox.changed({"seed": 4}).method.options == {"mu": 0.5, "weights": "equal"} | START
-    assert prox.changed({"method.name": "fedavg"}).method.options == {"weights": "size"} | START
+    assert prox.changed({"seed": 4}).method.options == {"mu": 0.5, "weights": "equal"} | AVERAGE | START
+    assert prox.changed({"method.name": "fedavg"}).method.options == {"weights": "size"} | AVERAGE | START
     assert prox.changed({"method.name": "centralized"}).training.keep == "best"
     assert prox.changed({"method.name": "centralized"}).changed({"method.name": "fedavg"}).training.keep == "last"
 

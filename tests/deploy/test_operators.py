@@ -129,13 +129,13 @@ def test_a_run_goes_on_without_a_client(consortium: Consortium, tmp_path: Path) 
 
 
 class FullDisk:
-    """From the n-th write on."""
+    """The server's, from the n-th write on; the sites' are their own."""
 
-    def __init__(self, after: int) -> None:
-        self.left, self.write = after, files.write
+    def __init__(self, folder: Path, after: int) -> None:
+        self.folder, self.left, self.write = folder, after, files.write
 
     def __call__(self, path: Path, content: Any) -> None:
-        self.left -= 1
+        self.left -= path.is_relative_to(self.folder)
         if self.left < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.write(path, content)
@@ -148,7 +148,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
     after: int,
 ) -> None:
-    disk = FullDisk(after)
+    disk = FullDisk(tmp_path / "out", after)
     changes: dict[str, Any] = {"method__name": "test-drifting-slowly", "training__rounds": 2}
     grid = make_grid(consortium, tmp_path)
     loop.create(tmp_path / "out", consortium.server(**changes))
@@ -176,8 +176,8 @@ def test_a_run_called_as_the_sites_own_folder_is_refused(consortium: Consortium,
     (tmp_path / "flower" / "site.json").write_text("mine")
     for run_name in ("flower", "FLOWER", "../flower"):
         setup = Setup(run_name, serving.told(consortium.server()), ("digit-0",), (1, 8, 8), 3)
-        with pytest.raises(ConfigError, match="no name for a folder"):
-            SiteWorker(site, setup).forget()
+        with pytest.raises(FedmllError, match="no name for a folder"):
+            SiteWorker(site, setup)
     assert (tmp_path / "flower" / "site.json").read_text() == "mine"
 
 

@@ -263,7 +263,8 @@ def test_a_fusion_gives_the_same_bits_with_workers_and_after_a_kill(
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     resume(out)
-    assert same(load_file(out / "model.safetensors"), fusion)
+    kept = load_file(out / "model.safetensors")  # with what is frozen
+    assert same({name: kept[name] for name in fusion}, fusion)
 
 
 def test_methods_say_what_they_are() -> None:

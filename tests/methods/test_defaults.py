@@ -21,6 +21,7 @@ RIDGE: Rows = {
 }
 START: Rows = RIDGE | {"start": ("seed", "every paper starts its head at random")}
 
+BEARING: Rows = {"average": ("mean", "McMahan et al. 2017: the weighted mean"), "trim": (0.2, "ours, of trimmed-mean")}
 BY_SIZE: Rows = {"weights": ("size", "McMahan et al. 2017, Alg. 1: n_k/n")}
 
 CTRAN: Rows = {
@@ -48,8 +49,8 @@ PRIVATE: Rows = {
 PROXIMAL: Rows = {"mu": (0.01, "Li et al. 2020 tune it in {0.001, …, 1}; 0.01 is FedNCA-ML's baseline's")}
 
 DEFAULTS: dict[str, Rows] = {
-    "fedavg": BY_SIZE,
-    "fedavg-pl": BY_SIZE,
+    "fedavg": BY_SIZE | BEARING,
+    "fedavg-pl": BY_SIZE | BEARING,
     "fed-ridge": BY_SIZE
     | RIDGE
     | {
@@ -58,7 +59,7 @@ DEFAULTS: dict[str, Rows] = {
         "calibrate": ("none", "ours: one exchange"),
     },
     "local-only": {},
-    "fedprox": BY_SIZE | PROXIMAL,
+    "fedprox": BY_SIZE | BEARING | PROXIMAL,
     "fednova": {"weights": ("size", "Wang et al. 2020, Section 3: p_i = n_i/n")},
     "scaffold": {"weights": ("size", "NIID-Bench, by |D_k|; Karimireddy et al. 2020, Alg. 1 has equal clients")},
     "fedcurv": BY_SIZE | {"strength": (0.1, "ours: the paper tunes λ and gives no one value")},
@@ -208,7 +209,7 @@ DEFAULTS: dict[str, Rows] = {
         "average": ("mean", "ours"),
         "mean": ({"weights": "size"}, "McMahan et al. 2017, Alg. 1: n_k/n"),
     },
-    "centralized": BY_SIZE | {"of": ("fedavg-pl", "ours: every known label, the plain head")},
+    "centralized": BY_SIZE | BEARING | {"of": ("fedavg-pl", "ours: every known label, the plain head")},
     "private-fedavg": PRIVATE,
     "private-fedprox": PRIVATE | PROXIMAL,
 }

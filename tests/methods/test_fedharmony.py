@@ -42,7 +42,7 @@ def harmony(overrides: dict[str, Any] | None = None, **options: Any) -> Experime
 @pytest.fixture
 def method_of(small_federation: Federation) -> Any:
     def method(overrides: dict[str, Any] | None = None, **options: Any) -> Method:
-        experiment = harmony({"training.rounds": 10} | (overrides or {}), **options)
+        experiment = harmony({"training.rounds": 10, "model.norm": "group"} | (overrides or {}), **options)
         return Learner(task_of(replace(small_federation, experiment=experiment))).method
 
     return method

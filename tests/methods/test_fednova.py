@@ -54,6 +54,7 @@ def test_a_round_is_the_papers(weights: str) -> None:
     assert end < len(state["weights"])  # there are running statistics
     rng, sizes, steps = np.random.default_rng(0), np.array([16, 48, 33]), (2, 6, 4)
     models = rng.normal(size=(3, len(state["weights"]))).astype(np.float32)
+    models[:, end:] = np.abs(models[:, end:])  # variances
     replies = [
         Message({"weights": torch.from_numpy(w), "counters": torch.tensor([n])}, {"samples": float(n)})
         for w, n in zip(models, sizes, strict=True)

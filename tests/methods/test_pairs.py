@@ -68,7 +68,7 @@ PAIRS: dict[str, Row] = {
     "private-fedprox": Row(etf=f"'by-label' {ROWS}"),
     "rscfed": Row(loss=taught_by("mean-teacher")),
     "scaffold": Row(),
-    "spherefed": Row(etf="needs a head with", loss="'squared-error' has its own"),
+    "spherefed": Row(etf="needs a head with", frozen="nothing is left to train", loss="'squared-error' has its own"),
     "surgical": Row(etf=ROWS),
 }
 

@@ -41,7 +41,7 @@ def test_rows_by_hand(weights: str) -> None:
         if not name.startswith("head") and named[name].is_floating_point():
             torch.testing.assert_close(after[name], named[name] + mean(0, 1, 2))
         elif not name.startswith("head"):
-            assert torch.equal(after[name], models[0][name])  # integers are the first reply's
+            assert not after[name].any()  # how many batches a client trained on is not told
     assert mean(0, 1, 2) != mean(0, 2)
 
 

@@ -516,7 +516,7 @@ def compare(
     ("words", "named"),
     [
         (["--metrics", "map,macro_acu"], ["no metric 'macro_acu'", "did you mean 'macro_auc'?", "client_worst_map"]),
-        (["--metrics", "zzz"], ["no metric 'zzz'", "Known: macro_auc", "s/round, MB/round."]),
+        (["--metrics", "zzz"], ["no metric 'zzz'", "Known: macro_auc", "s/round, MB/round, what."]),
         (["--seeds", "0,1,0"], ["--seeds names 0 twice"]),
         (["--seeds", "0,x"], ["--seeds takes whole numbers", "0,x"]),
         (["--methods", "fedavg,fedavg"], ["'fedavg, seed 0' and 'fedavg, seed 0'"]),

@@ -28,8 +28,10 @@ onnxruntime = pytest.importorskip("onnxruntime")
 SMALL = {
     "fedctran": {"method__layers": 1},
     "fedlgt": {"method__layers": 1, "method__encoder": "learned"},
+    "fednova": {"training__optimizer": "sgd"},
     "private-fedavg": {"data__name": "digits"},  # a softmax
     "private-fedprox": {"method__loss": "sigmoid"},
+    "scaffold": {"training__optimizer": "sgd"},
 }
 CLASSES = ("a", "b", "c")
 

@@ -60,7 +60,7 @@ def occupied(folder: Path, name: str) -> Iterator[None]:
 
 def folder_of_run(memory: Path, run: str) -> Path:
     """What the server calls its run becomes a folder here: it must not be one of the site's own, or lead elsewhere."""
-    if not isinstance(run, str) or not RUN_NAME.fullmatch(run) or run in (CACHE, FLOWER):
+    if not isinstance(run, str) or not RUN_NAME.fullmatch(run) or run.lower() in (CACHE, FLOWER):
         raise Refused("settings", f"The server calls its run '{plain(str(run), 80)}', which is no name for a folder.")
     return memory / run
 

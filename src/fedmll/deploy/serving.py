@@ -30,7 +30,7 @@ from fedmll.deploy.private import passphrase_of
 from fedmll.deploy.setting import Server, server_in
 from fedmll.deploy.site_worker import Setup
 from fedmll.engines.base import Engine
-from fedmll.errors import ConfigError, DataError, FederationError, ReplyRefused
+from fedmll.errors import ConfigError, DataError, FederationError
 from fedmll.experiment import Experiment
 from fedmll.methods import find, make
 from fedmll.models.flat import frozen_sketch
@@ -115,13 +115,9 @@ def drive(
     frozen = {} if method.private else frozen_sketch(method.model())
     say, known = Journal(out, observer).say, out / setting.SITES
     sets = _label_sets(server, classes) if method.private else None
-    try:
-        roster = Roster(
-            grid, server.taking_part, server.keys is not None, setup.to_json(), known, say, classes, frozen,
-            label_sets=sets,
-        )  # fmt: skip
-    except (ValueError, TypeError, KeyError, AttributeError, ReplyRefused):
-        raise setting.unreadable_sites(known) from None
+    roster = Roster(
+        grid, server.taking_part, server.keys is not None, setup.to_json(), known, say, classes, frozen, label_sets=sets
+    )
     _wait_for_all(roster, server, alive)
     engines: list[FlowerEngine] = []
 

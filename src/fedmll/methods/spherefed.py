@@ -13,6 +13,7 @@ count nowhere. With several labels a unit vector cannot score 1 on each, and cal
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from fedmll.models.backbones import Backbone
 from fedmll.models.heads import orthonormal
 from fedmll.models.network import Network
 from fedmll.threads import one_thread
+
+if TYPE_CHECKING:
+    from fedmll.experiment import Experiment
 
 CLASSIFIER = "classifier"
 
@@ -55,6 +59,14 @@ class Sphere(Head):
 
     name = "sphere"
     gives = frozenset({"sphere"})
+
+    @classmethod
+    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+        if experiment.model.freeze == "backbone" and experiment.model.width is None:
+            raise ConfigError(
+                "With model.freeze = 'backbone' and a fixed classifier (SphereFed) nothing is left to train. Set "
+                "model.width, a trained neck between them, or freeze only the first stages."
+            )
 
     def build(self, backbone: Backbone) -> SphereNetwork:
         classes = len(self.task.classes)

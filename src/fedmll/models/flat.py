@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedmll.errors import ConfigError
 from fedmll.message import Tensors
 from fedmll.seeding import numpy_generator
 
@@ -36,6 +37,11 @@ class FlatWeights:
 
     def __init__(self, model: nn.Module) -> None:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not parameters:
+            raise ConfigError(
+                "With model.freeze = 'backbone' and a fixed head nothing is left to train. Set model.width, a trained "
+                "neck between them, or freeze only the first stages."
+            )
         persistent = set(model.state_dict())
         frozen = _frozen_buffers(model)
         buffers = {name: b for name, b in model.named_buffers() if name in persistent and name not in frozen}

@@ -20,8 +20,9 @@ from fedmll.deploy import labels
 from fedmll.deploy.flower.inflating import BOUNDS
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import HELLO
+from fedmll.deploy.setting import unreadable_sites
 from fedmll.deploy.turned_away import short_name
-from fedmll.errors import FederationError, ReplyRefused, printable
+from fedmll.errors import ReplyRefused, printable
 from fedmll.message import Message
 from fedmll.methods.expected import MOST_SAMPLES
 from fedmll.models.flat import Sketch, sketches_differ
@@ -105,11 +106,8 @@ class Roster:
             try:
                 known = json.loads(self.file.read_text())
                 self.introductions |= {name: Introduction.of(told) for name, told in known.items()}
-            except (ValueError, AttributeError, ReplyRefused):
-                raise FederationError(
-                    f"{self.file} cannot be read: it holds what each client said of its data when the run began. Put "
-                    "it back from a copy, or start a new run."
-                ) from None
+            except (ValueError, TypeError, KeyError, AttributeError, ReplyRefused):
+                raise unreadable_sites(self.file) from None
 
     def absence(self, name: str) -> str:
         """Why somebody is not among the members."""
