@@ -230,7 +230,7 @@ class _Run:
             path = self.out / "records" / f"{row['round']:06d}.safetensors"
             with files.replacing(path) as temporary:
                 save_file({name: t.contiguous() for name, t in records.items()}, temporary)
-        shown = ("loss", "macro_auc", "map", "macro_f1", "sites_macro_auc", "seconds")
+        shown = ("loss", "macro_auc", "map", "macro_f1", "pooled_macro_auc", "sites_macro_auc", "seconds")
         self.log.info("round %d: %s", row["round"], ", ".join(f"{k} {row[k]:.4g}" for k in shown if k in row))
 
     def _checkpoint(self, state: Tensors, number: int) -> None:
