@@ -211,7 +211,7 @@ class _Run:
         return state
 
     def _exchange(self, state: Tensors, number: int) -> tuple[Tensors, Records, Losses]:
-        total = len(self.engine.learner.participants(self.federation, number))
+        total = len(self.engine.learner.participants(self.engine.gathered(number), number))
         return exchange(self.engine, state, number, total, self.observer, self.log)
 
     def _remember_best(self, row: Row, state: Tensors) -> None:
@@ -241,7 +241,8 @@ class _Run:
         memory.keep_only(checkpoint.memories(self.checkpoints))
 
     def _finish(self, state: Tensors) -> Result:
-        engine, data, method = self.engine, self.federation, self.engine.learner.method
+        engine, method = self.engine, self.engine.learner.method
+        data = engine.gathered(self.experiment.training.rounds + 1)
         message = Message(self.best_tensors) if self.best_tensors else method.deploy(state)
         kept = int(self.best["round"]) if self.best_tensors else self.experiment.training.rounds
         if method.asks("closing"):

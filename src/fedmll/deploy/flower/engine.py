@@ -16,6 +16,7 @@ from fedmll.client import Peer, Reply, task_of
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
 from fedmll.deploy.flower import evaluating
+from fedmll.deploy.flower.coming import check_newcomer, peers_of, with_sites
 from fedmll.deploy.flower.hearing import Parcel, capped, heard
 from fedmll.deploy.flower.inflating import BOUNDS
 from fedmll.deploy.flower.records import to_records
@@ -72,8 +73,11 @@ class FlowerEngine:
         self.learner = Learner(task_of(federation, choose_device(federation.experiment.engine.device)))
         self.method = self.learner.method
         self.federation = self.learner.federation(federation, progress)
-        self.peers = self.learner.peers(federation)
+        self.gathered(federation.experiment.training.rounds + 1)
         self.method.begin(self.peers)
+        roster.fits = lambda name, told: check_newcomer(
+            self.learner, self.federation, roster.introductions | {name: told}
+        )
         self.memory = SiteMemories()
         self.bytes_up = self.bytes_down = 0
         self.number = -1
@@ -85,6 +89,12 @@ class FlowerEngine:
     def start(self) -> Tensors:
         return self.method.start()
 
+    def gathered(self, number: int) -> Federation:
+        here = self.roster.taking_part(number, self.min_clients)
+        self.federation = with_sites(self.federation, here)
+        self.peers = peers_of(self.learner, self.federation, here)
+        return self.federation
+
     def audit(self) -> dict[str, float | Tensor]:
         return {}  # only a simulation knows the truth
 
@@ -94,12 +104,14 @@ class FlowerEngine:
     # ---- a round
 
     def round(self, state: Tensors, number: int) -> Iterator[Reply]:
-        asked = [self.peers[client] for client in self.learner.participants(self.federation, number)]
+        chosen = self.learner.participants(self.gathered(number), number)
+        places = {peer.index: peer for peer in self.peers}
+        asked = [places[client] for client in chosen]
         needed = min(self.min_clients, len(asked))
         sizes = capped([self.roster.introductions[peer.name].samples for peer in asked], self.max_share)
         weights = {peer.name: size for peer, size in zip(asked, sizes, strict=True)}
         if number != self.number:
-            self.number, self.spoilers = number, set()
+            self.number, self.roster.round, self.spoilers = number, number, set()
         self.hung, self.remembered = set(), dict(self.memory.latest)
         self.bytes_down = self.bytes_up = 0
         messages: dict[int, Message] = {}
