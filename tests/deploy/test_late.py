@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -238,6 +240,37 @@ def test_who_never_came_is_dropped_and_the_others_go_on(consortium: Consortium, 
     result = go(consortium, grid, out, hear, setting.change(out, drop=["site-a"]), **DRIFTING)
     assert same(result, by_hand(consortium, tmp_path, {"site-a": 9, "site-b": 1, "site-c": 1}, **DRIFTING))
     assert hear.said.count("starts without site-a; it may come later") == 1  # not after it was dropped
+
+
+@pytest.mark.parametrize(
+    ("came", "here", "begun", "seconds"),
+    [
+        ("abc", "abc", False, 0),
+        ("ab", "ab", False, 60),  # a minute for those who start at the same time
+        ("ab", "ab", True, 0),  # nobody waits again for who has never come
+        ("abc", "ab", True, 60),  # c may be coming back
+        ("abc", "a", True, None),  # too few for a round
+        ("a", "a", False, None),
+    ],
+)
+def test_how_long_a_start_waits(
+    monkeypatch: pytest.MonkeyPatch, came: str, here: str, begun: bool, seconds: float | None
+) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda step: now.__setitem__(0, now[0] + step))
+    monkeypatch.setattr(serving, "time", clock)
+    monkeypatch.setattr(serving, "RETURN_SECONDS", 60)
+    roster: Any = SimpleNamespace(update=lambda: None, introductions=dict.fromkeys(came), members=dict.fromkeys(here))
+    server = Server(tuple("abc"), start_with=2, min_clients=2, join_timeout=100)
+    if seconds is None:
+        with pytest.raises(FederationError, match=r"in 100 s \(--join-timeout\)"):
+            serving._wait(roster, server, lambda: None, begun)
+        return
+    serving._wait(roster, server, lambda: None, begun)
+    assert now[0] == pytest.approx(seconds, abs=0.5)
+    now[0] = 0.0
+    serving._wait(roster, replace(server, join_timeout=20), lambda: None, begun)  # at the latest
+    assert now[0] == pytest.approx(min(seconds, 20), abs=0.5)
 
 
 def divided(sizes: list[int], **changes: Any) -> Federation:
