@@ -26,10 +26,16 @@ def headlines(result: Result) -> list[tuple[str, str]]:
 
     names = [*HEADLINES, *registry.added("metric"), *TOGETHER, *BY_SITE, *OWN]
     return [
-        (f"{name} (held-out)" if name in OWN else name, number(result.metrics[name]))
+        (f"{name} (held-out)" if name in OWN else name, number(result.metrics[name]) + _error(result, name))
         for name in names
         if name in result.metrics
     ]
+
+
+def _error(result: Result, name: str) -> str:
+    """The most that it can be away from the exact value, where it is not exact."""
+    error = result.metrics.get(f"{name}_error")
+    return "" if error is None or not math.isfinite(error) else f" ± {number(error)}"
 
 
 def result_repr(result: Result) -> str:
