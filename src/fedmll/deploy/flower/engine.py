@@ -105,8 +105,7 @@ class FlowerEngine:
 
     def round(self, state: Tensors, number: int) -> Iterator[Reply]:
         chosen = self.learner.participants(self.gathered(number), number)
-        places = {peer.index: peer for peer in self.peers}
-        asked = [places[client] for client in chosen]
+        asked = [peer for client in chosen for peer in self.peers if peer.index == client]
         needed = min(self.min_clients, len(asked))
         sizes = capped([self.roster.introductions[peer.name].samples for peer in asked], self.max_share)
         weights = {peer.name: size for peer, size in zip(asked, sizes, strict=True)}
