@@ -123,7 +123,7 @@ def rows_of(consortium: Consortium, folder: Path, name: str) -> list[Row]:
     found = recorder.record()
     symbols = recorder.symbols()
     if recorder.method.private:  # it was sent its own rows only
-        symbols = {len(said["weights"]): "P" for said, _ in found["a round"]} | symbols
+        symbols = {len(said["weights"]): "P" for said, _ in found["a round"]} | symbols | {7: "C"}
     rows = []
     for when, replies in found.items():
         tensors = {k: described(t, symbols) for said, _ in replies for k, t in sorted(said.tensors.items())}

@@ -183,6 +183,26 @@ def test_a_killed_site_is_left_out_and_taken_back(world: World) -> None:
     assert max(row["seconds"] for row in world.rows()) < 20  # by its deadline
 
 
+def test_a_site_comes_late_and_another_leaves(world: World) -> None:
+    """The run starts when two have come and the time is over; Ctrl-C at a site is a goodbye that the server repeats."""
+    changes = {"method__name": "test-drifting-slowly", "method__seconds": 0.5, "training__rounds": 8}
+    server = world.serve("--start-with", "2", "--join-timeout", "12", **changes)
+    leaver = world.join("site-a")
+    world.join("site-b")
+    world.until_said("server", "starts without site-c; it may come later")
+    world.join("site-c")
+    world.until(lambda: any(row["clients"] == 3 for row in world.rows()))
+    leaver.send_signal(signal.SIGINT)
+    assert world.ended(leaver, 30) == 130
+    assert world.ended(server) == 0, world.said("server")
+    said = " ".join(world.said("server").split())
+    assert "site-c is here: 50 images, 7 classes annotated; it takes part from round" in said
+    assert "site-a has left: its program was ended there" in said
+    assert "site-c is left out" not in said
+    counts = [row["clients"] for row in world.rows()]
+    assert (counts[0], max(counts), counts[-1]) == (2, 3, 2), counts
+
+
 def test_a_killed_server_is_resumed_to_the_same_weights(world: World) -> None:
     """With a method whose clients remember: what they learnt in the round that was lost must not count twice."""
     changes = {"method__name": "test-drifting-slowly", "method__seconds": 1.5, "training__rounds": 4}

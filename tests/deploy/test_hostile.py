@@ -31,7 +31,7 @@ from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.roster import Introduction
 from fedmll.deploy.flower.site_app import EVALUATE, HELLO, TRAIN
 from fedmll.deploy.serving import Server
-from fedmll.errors import ConfigError, FederationError, ReplyRefused
+from fedmll.errors import ConfigError, ReplyRefused
 from fedmll.message import Message
 from fedmll.methods.contract import Like
 from fedmll.methods.merging import Merging
@@ -306,7 +306,7 @@ def test_counts_are_kept_not_ranges(consortium: Consortium, tmp_path: Path) -> N
     finally:
         tracemalloc.stop()
     (tmp_path / "sites.json").write_text('{"site-a": [')
-    with pytest.raises(FederationError, match=r"sites\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"sites\.json, which says what each client has, cannot be read"):
         loop.create(tmp_path / "out", consortium.server())
         (tmp_path / "sites.json").rename(tmp_path / "out" / "sites.json")
         drive(consortium, make_grid(consortium, tmp_path), tmp_path / "out")

@@ -126,6 +126,7 @@ def test_a_run_goes_on_without_a_client(consortium: Consortium, tmp_path: Path) 
     result = serving.drive(grid, Experiment.load(out / "experiment.toml"), server, out, hear)
     assert [row["clients"] for row in result.rows] == [3, 2]
     assert any("site-b is refused: 'site-b' is not among the clients" in text for text in hear.said)
+    assert not any("left out" in text for text in hear.said)  # it is not part of the run any more
 
 
 class FullDisk:

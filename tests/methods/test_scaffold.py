@@ -61,8 +61,8 @@ def test_c_follows_by_all_clients() -> None:
     after, _ = merge(learner.method, state, [(peer_of(k, 3), reply) for k, reply in enumerate(replies)], 1)
     assert after[C].dtype == torch.float32
     torch.testing.assert_close(after[C], torch.full_like(state[C], 1 + 6 / 5))  # two of five took part
-    learner.method.begin([peer_of(0, 3)])
-    alone, _ = merge(learner.method, state, [(peer_of(0, 3), replies[0])], 1)
+    pooled = made(method__name="centralized", method__of="scaffold").method  # one client has everything
+    alone, _ = merge(pooled, state, [(peer_of(0, 3), replies[0])], 1)
     torch.testing.assert_close(alone[C], torch.full_like(state[C], 3.0))
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fedmll import run
 from fedmll.cli import display, methods
-from fedmll.running.shown import result_html, result_repr
+from fedmll.running.shown import headlines, result_html, result_repr
 
 
 def test_a_result_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +29,19 @@ def test_a_result_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     line, page = result_repr(result), result_html(result)
     assert line.startswith("<fedavg on ml-digits, round 2: macro_auc ")
     assert f"<td>macro_auc</td><td>{result.metrics['macro_auc']:.2f}</td>" in page
+
+
+def test_what_is_not_exact_is_shown_with_its_error() -> None:
+    metrics = {
+        "pooled_macro_auc": 81.212,
+        "pooled_macro_auc_error": 14.407,
+        "pooled_map": 60.0,
+        "pooled_map_error": None,
+    }
+    found = headlines(SimpleNamespace(metrics=metrics))  # type: ignore[arg-type]
+    assert found == [("pooled_macro_auc", "81.21 ± 14.41"), ("pooled_map", "60.00")]
+    undefined = {"pooled_macro_auc": float("nan"), "pooled_macro_auc_error": float("nan")}
+    assert headlines(SimpleNamespace(metrics=undefined)) == [("pooled_macro_auc", "–")]  # type: ignore[arg-type]
 
 
 def test_a_page_has_no_markup_of_strangers() -> None:

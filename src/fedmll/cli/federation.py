@@ -32,9 +32,13 @@ Drop = Annotated[
     list[str] | None, typer.Option("--drop", metavar="NAME", help="Of a server: go on without this client; repeatable.")
 ]
 MinClients = Annotated[int | None, typer.Option("--min-clients", help="Of a server: good replies that a round needs.")]
+StartWith = Annotated[
+    int | None,
+    typer.Option("--start-with", metavar="N", help="Start when N clients have come; the others may come later."),
+]
 RoundTimeout = Annotated[float | None, typer.Option("--round-timeout", help="Of a server: seconds a round may take.")]
 Listen = Annotated[str | None, typer.Option("--listen", help="Of a server: another HOST:PORT.")]
-CHANGEABLE = "--drop, --min-clients, --round-timeout and --listen change a server, and nothing else does."
+CHANGEABLE = "--drop, --min-clients, --start-with, --round-timeout and --listen change a server, and nothing else does."
 INSECURE = (
     "[bold red]--insecure: nothing is encrypted and nobody is checked.[/] Everybody on the network can read the "
     "models, pretend to be the server or a client, and poison the result. For a rehearsal on one machine only."
@@ -53,9 +57,10 @@ def server(
     min_clients: Annotated[
         int | None, typer.Option("--min-clients", help="Good replies that a round needs. Default: 2.")
     ] = None,
+    start_with: StartWith = None,
     round_timeout: Annotated[float, typer.Option("--round-timeout", help="Seconds a round may take.")] = 600,
     join_timeout: Annotated[
-        float, typer.Option("--join-timeout", help="Seconds until every client must have come once.")
+        float, typer.Option("--join-timeout", help="Seconds until every client, or --start-with, must have come.")
     ] = 1800,
     max_share: Annotated[
         float, typer.Option("--max-share", help="The most that one client counts in an average by size.")
@@ -105,6 +110,7 @@ def server(
         round_timeout,
         join_timeout,
         max_share=max_share,
+        start_with=start_with,
     )
     with display.FederationProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
         if played is None:

@@ -70,16 +70,24 @@ class Federation:
     def sizes(self) -> NDArray[np.int64]:
         return np.array([len(rows) for rows in self.samples])
 
+    @property
+    def there(self) -> NDArray[np.int64]:
+        """The clients that have data. Between machines some may not have come yet, or take no further part."""
+        return np.flatnonzero(self.sizes)
+
     def participants(self, round: int) -> NDArray[np.int64]:
-        setting = self.experiment.participation
-        return participation.choose(
-            self.sizes,
+        """Drawn among those who are there; all of them where `count` is more."""
+        setting, there = self.experiment.participation, self.there
+        fewer = setting.count is not None and len(there) < setting.count <= len(self.names)
+        chosen = participation.choose(
+            self.sizes[there],
             round,
             self.experiment.seed,
             fraction=setting.fraction,
-            count=setting.count,
+            count=len(there) if fewer else setting.count,
             sampling=setting.sampling,
         )
+        return there[chosen]
 
 
 def build(experiment: Experiment, progress: Progress = silent) -> Federation:

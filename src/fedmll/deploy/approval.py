@@ -81,7 +81,12 @@ def described(task: Task, training: int, held_out: int, memory: float) -> list[t
             "of what is frozen in the model",
         ),
         ("leaves a round", "the trained weights, loss, number of images and steps" + _listed("; of the parts: ", more)),
-        ("leaves a test", "metrics of the common model on your held-out images" if held_out else "nothing"),
+        (
+            "leaves a test",
+            "metrics of the common model on your held-out images, and for each class how many of them have which score"
+            if held_out
+            else "nothing",
+        ),
     ]
 
 

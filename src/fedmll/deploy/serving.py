@@ -8,6 +8,7 @@ flower/       Flower's own files and the SuperLink's log
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedmll import files
 from fedmll.client import Task
@@ -56,6 +56,7 @@ def serve(
     from fedmll.deploy.flower.processes import check_address
 
     _check(experiment)
+    _check_start(experiment, server)
     if server.keys is not None:
         keys.server_files(Path(server.keys))
         keys.registered(Path(server.keys), server.taking_part)
@@ -105,9 +106,11 @@ def drive(
     alive: Callable[[], None] = lambda: None,
 ) -> Result:
     """The run itself, over any Grid of Flower's (a SuperLink's, or its simulation engine's)."""
+    from fedmll.deploy.flower.coming import starts_without
     from fedmll.deploy.flower.engine import FlowerEngine
     from fedmll.deploy.flower.roster import Roster
 
+    _check_start(experiment, server)
     mine = own_data(experiment, observer)
     classes, shape = mine.test.classes, mine.test.sample_shape
     method = make(Task(experiment, classes, shape, len(server.clients), torch.device("cpu")))
@@ -118,24 +121,25 @@ def drive(
     roster = Roster(
         grid, server.taking_part, server.keys is not None, setup.to_json(), known, say, classes, frozen, label_sets=sets
     )
-    _wait_for_all(roster, server, alive)
+    _wait(roster, server, alive, setting.begun(out))
+    prepared = _federation(experiment, server, roster.introductions, mine)
+    if without := starts_without(prepared, server.taking_part, roster.introductions):
+        say(without)
     engines: list[FlowerEngine] = []
 
     def make_engine(data: Federation, _: Path, progress: Progress) -> Engine:
         engine = FlowerEngine(
-            data,
-            roster,
+            data, roster,
             min_clients=server.min_clients,
             round_timeout=server.round_timeout,
             tries=server.tries,
             alive=alive,
             progress=progress,
             max_share=server.max_share,
-        )
+        )  # fmt: skip
         engines.append(engine)
         return engine
 
-    prepared = _federation(experiment, server, roster.introductions, mine)
     result = loop.resume(out, observer=observer, prepared=prepared, make_engine=make_engine)
     engines[0].farewell()
     return result
@@ -212,26 +216,39 @@ def _check(experiment: Experiment) -> None:
         raise ConfigError("A federation between machines is for images; feature vectors are for `fedmll run`.")
 
 
-def _wait_for_all(roster: Roster, server: Server, alive: Callable[[], None]) -> None:
-    """Until every client has come once and all are connected; after a restart, or enough of them for a while."""
-    deadline = time.monotonic() + server.join_timeout
-    enough = time.monotonic() + min(RETURN_SECONDS, server.join_timeout)
+def _check_start(experiment: Experiment, server: Server) -> None:
+    method = find(experiment.method.name)
+    options = experiment.method.options
+    parts = method.recipe(method.options_class(options)(**options)).parts
+    opening = [part.name for part in parts if "opening" in part.exchanges]
+    if opening and server.needed < len(server.taking_part):
+        raise ConfigError(
+            f"'{method.name}' asks every client once before round 1 ({', '.join(opening)}), so nobody can come later: "
+            "leave --start-with out."
+        )
+
+
+def _wait(roster: Roster, server: Server, alive: Callable[[], None], begun: bool) -> None:
+    """Until all are connected; or, when enough have come, a little longer for the others. A run that has begun waits
+    for those who have been in it."""
+    deadline, enough = time.monotonic() + server.join_timeout, math.inf
     while True:
         alive()
         roster.update()
-        missing = [name for name in server.taking_part if name not in roster.introductions]
-        here = len(roster.members)
-        if here == len(server.taking_part):
-            return
-        if not missing and here >= server.min_clients and time.monotonic() > enough:
-            return
-        if time.monotonic() > deadline:
-            who = (
-                f"{', '.join(missing)} did not come" if missing else f"only {len(roster.members)} clients are connected"
-            )
+        now, here = time.monotonic(), len(roster.members)
+        came = [name for name in server.taking_part if name in roster.introductions]
+        ready = len(came) >= server.needed and here >= server.min_clients
+        if ready:
+            enough = min(enough, now + RETURN_SECONDS)
+            if here == len(came if begun else server.taking_part) or now > min(enough, deadline):
+                return
+        if now > deadline:
+            missing = [name for name in server.taking_part if name not in came]
+            who = f"{', '.join(missing)} did not come" if missing else f"only {here} clients are connected"
             raise FederationError(
                 f"{who} in {server.join_timeout:g} s (--join-timeout). Nothing is lost: start `fedmll join` there, "
-                "then go on with `fedmll resume` here, or without somebody: `fedmll resume --drop NAME`."
+                "then go on with `fedmll resume` here; without somebody for now: `fedmll resume --start-with N`; for "
+                "good: `fedmll resume --drop NAME`."
             )
         time.sleep(0.5)
 
@@ -240,12 +257,11 @@ def _federation(
     experiment: Experiment, server: Server, introductions: dict[str, Introduction], mine: OwnData
 ) -> Federation:
     """The federation as the server knows it: sizes and classes, not a single training sample."""
-    classes = mine.test.classes
-    known = np.array([[name in introductions[client].classes for name in classes] for client in server.clients])
+    from fedmll.deploy.flower.coming import with_sites
+
+    classes, clients = mine.test.classes, len(server.clients)
     nothing = Dataset(mine.test.store[:0], np.zeros((0, len(classes)), np.int8), classes, np.zeros(0, np.int64))
-    counts = (introductions[name].samples for name in server.clients)
-    samples: tuple[NDArray[np.int64], ...] = tuple(np.broadcast_to(np.int64(0), count) for count in counts)  # no memory
-    return federation.Federation(
+    data = federation.Federation(
         experiment,
         train=nothing,
         truth=nothing.labels,
@@ -254,12 +270,13 @@ def _federation(
         held_out=nothing,
         held_out_owner=np.zeros(0, np.int64),
         names=server.clients,
-        samples=samples,
-        annotated=known,
-        allowed=np.ones_like(known),
+        samples=(),
+        annotated=np.zeros((clients, len(classes)), bool),
+        allowed=np.ones((clients, len(classes)), bool),
         report={},
         server=mine.unlabelled,
         source=nothing,
         pooled_rows=np.zeros(0, np.int64),
         decided={},
     )
+    return with_sites(data, introductions)

@@ -26,10 +26,11 @@ class Server:
     keys: str | None = "keys"  # None: insecure
     min_clients: int = 2
     round_timeout: float = 600
-    join_timeout: float = 1800  # until every client has come once
+    join_timeout: float = 1800  # until those that the run starts with have come
     tries: int = 3  # of a round that gets too few replies
     max_share: float = 1.0  # of one client in an average by size, among those who are asked
-    dropped: tuple[str, ...] = ()  # came once, and takes no further part; it keeps its place in the list
+    dropped: tuple[str, ...] = ()  # takes no further part, and keeps its place in the list
+    start_with: int | None = None  # clients that must have come before round 1; None: all
     run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -41,6 +42,11 @@ class Server:
             raise ConfigError("--clients names somebody twice; each client needs a name of its own.")
         if not 1 <= self.min_clients <= len(self.taking_part):
             raise ConfigError(f"--min-clients {self.min_clients} is not possible with {len(self.taking_part)} clients.")
+        if not self.min_clients <= self.needed <= len(self.taking_part):
+            raise ConfigError(
+                f"--start-with {self.needed} is not possible with {len(self.taking_part)} clients, of which a round "
+                f"needs {self.min_clients} (--min-clients)."
+            )
         if not 0 < self.max_share <= 1:
             raise ConfigError(f"--max-share {self.max_share:g} is not a share; it is more than 0, and at most 1.")
         if self.round_timeout <= 0 or self.join_timeout <= 0:
@@ -49,6 +55,11 @@ class Server:
     @property
     def taking_part(self) -> tuple[str, ...]:
         return tuple(name for name in self.clients if name not in self.dropped)
+
+    @property
+    def needed(self) -> int:
+        """How many must have come before round 1."""
+        return len(self.taking_part) if self.start_with is None else self.start_with
 
 
 def save(server: Server, out: Path) -> None:
@@ -86,6 +97,7 @@ def change(
     *,
     drop: Sequence[str] = (),
     min_clients: int | None = None,
+    start_with: int | None = None,
     round_timeout: float | None = None,
     address: tuple[str, int] | None = None,
 ) -> Server:
@@ -94,14 +106,18 @@ def change(
     for name in drop:
         if name not in server.clients:
             raise ConfigError(f"--drop {name}: there is no such client in this run{nearest(name, server.clients)}")
-    came = _came(out)
-    gone = tuple(name for name in server.clients if name in drop and name not in came)  # nothing depends on them yet
+    kept = set(server.clients) if begun(out) else _came(out)
+    gone = tuple(name for name in server.clients if name in drop and name not in kept)  # nothing depends on them yet
     values: dict[str, Any] = {
         "clients": tuple(name for name in server.clients if name not in gone),
         "dropped": tuple(dict.fromkeys((*server.dropped, *(name for name in drop if name not in gone)))),
     }
     left = [name for name in values["clients"] if name not in values["dropped"]]
     values["min_clients"] = min(server.min_clients, max(1, len(left))) if min_clients is None else min_clients
+    if start_with is not None:
+        values["start_with"] = start_with
+    elif server.start_with is not None:
+        values["start_with"] = min(server.start_with, max(1, len(left)))
     if round_timeout is not None:
         values["round_timeout"] = round_timeout
     if address is not None:
@@ -110,6 +126,11 @@ def change(
     if changed != server:
         save(changed, out)
     return changed
+
+
+def begun(out: Path) -> bool:
+    """Whether a round is done: clients are then known by their places in the list."""
+    return any((out / "checkpoint").glob("*"))
 
 
 def _came(out: Path) -> set[str]:

@@ -26,11 +26,14 @@ from fedmll.engines.learner import Learner, with_tokens
 from fedmll.engines.local import choose_device
 from fedmll.engines.memory import MemoryStore
 from fedmll.evaluation import metrics
+from fedmll.evaluation.histograms import few, histograms
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.models.flat import frozen_sketch
 
 SMALLEST_GROUP = 5  # images that a class's mean or sum must be of before it leaves the site
+SMALLEST_COUNT = 10  # positives, and negatives, that a class must have before its histograms leave the site
+COUNTS = "counts"  # the histograms' name in a reply
 ME = 0  # a site's memory store has one client
 _estimates: dict[tuple[Any, ...], float] = {}  # found once in a process: setup, site, images, limit → bytes
 
@@ -71,7 +74,8 @@ class SiteWorker:
     """Approved before anything large is read or built."""
 
     def __init__(self, where: Site, setup: Setup, show: Callable[[str], None] = print) -> None:
-        self.site, self.run = where, setup.run
+        self.site, self.run, self.show = where, setup.run, show
+        self.told = False  # which classes' histograms stay here: it is said once
         self.folder = own_folder.folder_of_run(where.memory, setup.run)
         own_folder.make_private(where.memory)
         experiment = Experiment.make(with_own_files(setup.experiment, where.files) | {"data": {"name": "none"}})
@@ -150,12 +154,21 @@ class SiteWorker:
                 "next round; otherwise the server's operator must start a new run.",
             ) from None
 
-    def evaluate(self, message: Message) -> dict[str, float]:
-        """Every metric of the global model on the site's own held-out data."""
+    def evaluate(self, message: Message) -> Message:
+        """The global model on the site's own held-out data: every metric, and for each class the histograms that
+        metrics of all sites' data together follow from. Those of few images stay here, and are named."""
         self.learner.receive(message)
         data = self.data.held_out
         scores = self.learner.predict(data, 0, len(data)).numpy()
-        return metrics.evaluate(scores, data.labels, data.classes).values
+        counts = histograms(scores, data.labels)
+        kept = few(counts, SMALLEST_COUNT)
+        names = ", ".join(name for name, keep in zip(data.classes, kept, strict=True) if keep)
+        if names and not self.told:
+            self.show(f"tests: no counts leave of {names}: fewer than {SMALLEST_COUNT} images with, or without, them")
+        self.told = True
+        counts[:, kept] = 0
+        values = metrics.evaluate(scores, data.labels, data.classes).values
+        return Message({COUNTS: torch.from_numpy(counts)}, values)
 
 
 def forget(where: Site, run: str) -> None:

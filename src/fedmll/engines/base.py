@@ -38,6 +38,9 @@ class Engine(Protocol):
 
     def start(self) -> Tensors: ...
 
+    def gathered(self, number: int) -> Federation:
+        """The federation as it is in a round: between machines clients come and leave."""
+
     def round(self, state: Tensors, number: int) -> Iterator[Reply]:
         """The good replies of the round's clients; of all clients in an opening or closing exchange."""
 

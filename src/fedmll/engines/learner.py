@@ -56,7 +56,7 @@ class Learner:
         if self.method.pooled:
             return [0]
         everybody = self.method.exchange(round) is not None
-        chosen = range(len(data.names)) if everybody else data.participants(round).tolist()
+        chosen = (data.there if everybody else data.participants(round)).tolist()
         sizes = data.sizes
         return sorted(chosen, key=lambda client: (-sizes[client], client))
 

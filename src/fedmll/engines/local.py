@@ -52,6 +52,9 @@ class LocalEngine:
     def start(self) -> Tensors:
         return self.method.start()
 
+    def gathered(self, number: int) -> Federation:
+        return self.federation
+
     def round(self, state: Tensors, number: int) -> Iterator[Reply]:
         """Train the round's clients; their replies as a stream, the largest client first."""
         order = self.learner.participants(self.federation, number)

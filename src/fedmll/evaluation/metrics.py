@@ -65,7 +65,7 @@ def evaluate(
 
     `thresholds` (C,), from `best_thresholds` on validation data, adds macro_f1_tuned, micro_f1_tuned (p > threshold).
     """
-    scores, targets = _checked(scores, targets, len(classes))
+    scores, targets = checked(scores, targets, len(classes))
     count = len(classes)
     cut = np.full(count, 0.5) if thresholds is None else np.asarray(thresholds, dtype=np.float64)
     if cut.shape != (count,) or np.isnan(cut).any():
@@ -83,18 +83,18 @@ def evaluate(
     # The micro averages rank all known entries as if they were one class; for one class a score is its own key.
     pooled = _Levels.of(scores[targets == 1], scores[targets == 0], np.zeros(1, dtype=scores.dtype))
     (micro_auc,), (micro_ap,) = pooled.areas()
-    above, least, tuned = map(_Confusion, cells)
+    above, least, tuned = map(Confusion, cells)
     above_all, least_all = above.pooled(), least.pooled()
-    c_p, c_r, o_p, o_r = _mean(least.precision), _mean(least.recall), least_all.precision[0], least_all.recall[0]
+    c_p, c_r, o_p, o_r = mean_of(least.precision), mean_of(least.recall), least_all.precision[0], least_all.recall[0]
     values = {
-        "macro_auc": _mean(auc), "micro_auc": micro_auc,
-        "macro_f1": _mean(above.f1), "micro_f1": above_all.f1[0],
-        "c_ap": _mean(ap), "c_p": c_p, "c_r": c_r, "c_f1": _harmonic(c_p, c_r),
+        "macro_auc": mean_of(auc), "micro_auc": micro_auc,
+        "macro_f1": mean_of(above.f1), "micro_f1": above_all.f1[0],
+        "c_ap": mean_of(ap), "c_p": c_p, "c_r": c_r, "c_f1": _harmonic(c_p, c_r),
         "o_ap": micro_ap, "o_p": o_p, "o_r": o_r, "o_f1": _harmonic(o_p, o_r),
-        "bacc": _mean(above.bacc), "auc": _mean(auc), "map": _mean(ap), "hamming": above_all.error[0],
+        "bacc": mean_of(above.bacc), "auc": mean_of(auc), "map": mean_of(ap), "hamming": above_all.error[0],
     }  # fmt: skip
     if thresholds is not None:
-        values |= {"macro_f1_tuned": _mean(tuned.f1), "micro_f1_tuned": tuned.pooled().f1[0]}
+        values |= {"macro_f1_tuned": mean_of(tuned.f1), "micro_f1_tuned": tuned.pooled().f1[0]}
 
     shares = {"ap": ap, "auc": auc, "f1": above.f1, "bacc": above.bacc}
     left_out = {
@@ -120,7 +120,7 @@ def best_thresholds(scores: NDArray[np.floating], targets: NDArray[np.int8]) -> 
     tells nothing and keeps the usual 0.5; where it is best to predict the class for every sample and a score is 0, the
     threshold is −0.5.
     """
-    scores, targets = _checked(scores, targets)
+    scores, targets = checked(scores, targets)
     best = np.full(scores.shape[1], 0.5)
     for block in _blocks(scores, targets, np.zeros(len(scores), dtype=np.int64), 1):
         # A best cut is just below the score of a positive: a cut below a negative gains by moving up past it.
@@ -149,7 +149,7 @@ def accuracy(scores: NDArray[np.floating], targets: NDArray[np.int8]) -> tuple[f
 
     Over the samples known to have exactly one positive: one with an unknown target might have a second.
     """
-    scores, targets = _checked(scores, targets)
+    scores, targets = checked(scores, targets)
     single = ((targets == 1).sum(axis=1) == 1) & (targets >= 0).all(axis=1)
     if not single.any():
         return float("nan"), np.full(scores.shape[1], np.nan)
@@ -164,7 +164,7 @@ def per_client(
     scores: NDArray[np.floating], targets: NDArray[np.int8], owner: NDArray[np.integer], classes: Sequence[str]
 ) -> ClientReport:
     """Each client's own metrics on its own samples, as `evaluate` has them: sample n belongs to client `owner[n]`."""
-    scores, targets = _checked(scores, targets, len(classes))
+    scores, targets = checked(scores, targets, len(classes))
     owner = np.asarray(owner)
     if owner.shape != (len(scores),) or owner.dtype.kind not in "iu":
         raise DataError(
@@ -174,7 +174,7 @@ def per_client(
     total, defined = np.zeros((3, len(clients))), np.zeros((3, len(clients)))
     for block in _blocks(scores, targets, place, len(clients)):
         auc, ap = block.levels().areas()
-        f1 = _Confusion(block.confusion(block.scores > 0.5)).f1
+        f1 = Confusion(block.confusion(block.scores > 0.5)).f1
         shares = np.stack([auc, ap, f1]).reshape(3, len(block.scores), len(clients))
         total += np.nansum(shares, axis=1)
         defined += np.isfinite(shares).sum(axis=1)
@@ -182,12 +182,12 @@ def per_client(
         means = dict(zip(("auc", "map", "macro_f1"), 100 * total / defined, strict=True))
     values = {}
     for name, mean in means.items():
-        values[f"client_mean_{name}"] = _mean(mean)
+        values[f"client_mean_{name}"] = mean_of(mean)
         values[f"client_worst_{name}"] = float(np.fmin.reduce(mean, initial=np.nan))
     return ClientReport(values, {"client": clients, "samples": samples, **means})
 
 
-class _Confusion:
+class Confusion:
     """What follows from (4, S) counts of true negatives, false positives, false negatives and true positives."""
 
     def __init__(self, cells: Floats) -> None:
@@ -201,8 +201,8 @@ class _Confusion:
         # A class that has positives but is never predicted: scikit-learn's zero_division=0.
         self.precision = np.where(self.positives > 0, tp / np.maximum(tp + fp, 1), np.nan)
 
-    def pooled(self) -> _Confusion:
-        return _Confusion(self.cells.sum(axis=1, keepdims=True))
+    def pooled(self) -> Confusion:
+        return Confusion(self.cells.sum(axis=1, keepdims=True))
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class _Block:
         return _Levels.of(keys[self.targets == 1], keys[self.targets == 0], starts)
 
     def confusion(self, predicted: NDArray[np.bool_]) -> Floats:
-        """(4, S): see _Confusion. One bincount over (segment, target, prediction) for all."""
+        """(4, S): see Confusion. One bincount over (segment, target, prediction) for all."""
         cell = 6 * self.segment + 2 * (self.targets + np.int8(1)) + predicted
         return np.bincount(cell.ravel(), minlength=6 * self.segments).reshape(-1, 6).T[2:].astype(np.float64)
 
@@ -290,7 +290,7 @@ def _blocks(scores: NDArray[Any], targets: NDArray[np.int8], client: Ints, clien
         yield _Block(columns, part, np.ascontiguousarray(targets[:, columns].T), segment, width * clients, rank)
 
 
-def _checked(
+def checked(
     scores: NDArray[Any], targets: NDArray[Any], count: int | None = None
 ) -> tuple[NDArray[Any], NDArray[np.int8]]:
     scores, targets = np.asarray(scores), np.asarray(targets)
@@ -320,7 +320,7 @@ def _checked(
     return scores, np.asarray(targets, np.int8)
 
 
-def _mean(shares: Floats) -> float:
+def mean_of(shares: Floats) -> float:
     defined = shares[~np.isnan(shares)]
     return float(defined.mean()) if len(defined) else float("nan")
 

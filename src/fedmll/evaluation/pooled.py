@@ -37,6 +37,7 @@ METRICS: dict[str, str] = {
 
 HIGHEST = 100  # of every metric: they are percent, and so are those of plug-ins
 SITES = "sites_"  # before a metric that is an average over the sites' own
+POOLED = "pooled_"  # before one of the sites' data together, from their counts
 
 
 def of_a_site() -> frozenset[str]:
@@ -49,7 +50,7 @@ def of_a_site() -> frozenset[str]:
 @dataclass(frozen=True)
 class Evaluation:
     values: dict[str, float]
-    report: metrics.Report  # of the test data
+    report: metrics.Report  # of the test data; of the sites' held-out data together where there is none
     clients: metrics.ClientReport | None = None  # of the clients' own held-out data
     scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # of a common model
 

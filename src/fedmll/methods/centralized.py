@@ -62,7 +62,7 @@ class Centralized(Method):
     @classmethod
     def made(cls, task: Task) -> Method:
         """The bounded method itself, for one client that has everything."""
-        method = methods.make(replace(task, experiment=_inner(task.experiment)))
+        method = methods.make(replace(task, experiment=_inner(task.experiment), clients=1))
         method.pooled = True
         return method
 

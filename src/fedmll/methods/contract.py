@@ -143,7 +143,8 @@ class Part(Piece):
     # ---- the server
 
     def begin(self, peers: Sequence[Peer]) -> None:
-        """Before the first round of a run or of its resumption: refuse (ConfigError) clients it cannot work with."""
+        """Before the first round of a run or of its resumption, and when a client comes late: refuse (ConfigError)
+        clients it cannot work with."""
 
     def start(self) -> Tensors:
         """Its state before round 1."""

@@ -30,6 +30,7 @@ class Like:
     why: str = ""  # the shape is what it is
     rule: Callable[[Tensor], bool] | None = None  # what else must hold …
     broken: str = ""  # … and what to say if it does not
+    by_class: int | None = None  # along this axis are the classes: a client speaks only of those that it annotates
 
     @classmethod
     def sent(cls, weights: Tensor, why: str = "", flat: FlatWeights | None = None) -> Like:
@@ -49,6 +50,13 @@ class Like:
         if self.rule is not None and not self.rule(tensor):
             return f"{name} {self.broken}"
         return None
+
+    def refuse_classes(self, name: str, tensor: Tensor, annotated: Tensor) -> str | None:
+        """Of a tensor that is otherwise good: whether it speaks of classes that its client does not annotate."""
+        if self.by_class is None:
+            return None
+        others = tensor.index_select(self.by_class, (~annotated).nonzero().flatten())
+        return f"{name} speaks of classes that it does not annotate" if bool(others.any()) else None
 
     def refuse_shape(self, name: str, shape: tuple[int, ...], dtype: str) -> str | None:
         """The same of what is only announced: nothing is allocated for it yet."""
@@ -99,15 +107,30 @@ def refuse_variances(name: str, weights: Tensor, flat: FlatWeights) -> str | Non
 
 
 def refuse_unlike(expected: Mapping[str, Like], reply: Message) -> str | None:
-    """Why a reply does not hold what is expected, or None."""
-    missing, unknown = expected.keys() - reply.tensors.keys(), reply.tensors.keys() - expected.keys()
-    if missing:
-        return f"it lacks {', '.join(sorted(missing))}"
-    if unknown:
-        return f"it holds the unknown key {', '.join(sorted(unknown))}"
+    """Why a reply to a round of training does not hold what is expected, or None."""
+    reason = refuse_names(expected, reply)
+    if reason is not None:
+        return reason
     if not all(math.isfinite(number) for number in reply.numbers.values()):
         return "one of its numbers is not finite"
     if not reply.numbers.get("samples", 0) > 0:
         return "it does not say how many samples it has"
+    return refuse_tensors(expected, reply)
+
+
+def refuse_names(expected: Mapping[str, Like], reply: Message) -> str | None:
+    missing, unknown = expected.keys() - reply.tensors.keys(), reply.tensors.keys() - expected.keys()
+    if missing:
+        return f"it lacks {', '.join(sorted(missing))}"
+    return f"it holds the unknown key {', '.join(sorted(unknown))}" if unknown else None
+
+
+def refuse_tensors(expected: Mapping[str, Like], reply: Message) -> str | None:
     reasons = (like.refuse(name, reply[name]) for name, like in expected.items())
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def refuse_classes(expected: Mapping[str, Like], reply: Message, annotated: Tensor) -> str | None:
+    """Why a reply that holds what is expected cannot be its client's."""
+    reasons = (like.refuse_classes(name, reply[name], annotated) for name, like in expected.items())
     return next((reason for reason in reasons if reason is not None), None)

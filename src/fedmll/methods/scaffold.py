@@ -13,13 +13,13 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fedmll.client import Peer, Task, Work
+from fedmll.client import Task, Work
 from fedmll.errors import ConfigError
 from fedmll.message import Tensors
 from fedmll.methods.contract import Like, Merger, Part, Sum
@@ -52,9 +52,6 @@ class ControlVariates(Part):
                 f"that of {now} is no such mean. Set training.optimizer = 'sgd' (with a larger training.lr) and "
                 "training.momentum = 0."
             )
-
-    def begin(self, peers: Sequence[Peer]) -> None:
-        self.clients = len(peers)  # of a pooled method: one
 
     def start(self) -> Tensors:
         return {"c": torch.zeros(self.weights.parameter_end)}

@@ -211,7 +211,7 @@ class _Run:
         return state
 
     def _exchange(self, state: Tensors, number: int) -> tuple[Tensors, Records, Losses]:
-        total = len(self.engine.learner.participants(self.federation, number))
+        total = len(self.engine.learner.participants(self.engine.gathered(number), number))
         return exchange(self.engine, state, number, total, self.observer, self.log)
 
     def _remember_best(self, row: Row, state: Tensors) -> None:
@@ -230,7 +230,7 @@ class _Run:
             path = self.out / "records" / f"{row['round']:06d}.safetensors"
             with files.replacing(path) as temporary:
                 save_file({name: t.contiguous() for name, t in records.items()}, temporary)
-        shown = ("loss", "macro_auc", "map", "macro_f1", "sites_macro_auc", "seconds")
+        shown = ("loss", "macro_auc", "map", "macro_f1", "pooled_macro_auc", "sites_macro_auc", "seconds")
         self.log.info("round %d: %s", row["round"], ", ".join(f"{k} {row[k]:.4g}" for k in shown if k in row))
 
     def _checkpoint(self, state: Tensors, number: int) -> None:
@@ -241,7 +241,8 @@ class _Run:
         memory.keep_only(checkpoint.memories(self.checkpoints))
 
     def _finish(self, state: Tensors) -> Result:
-        engine, data, method = self.engine, self.federation, self.engine.learner.method
+        engine, method = self.engine, self.engine.learner.method
+        data = engine.gathered(self.experiment.training.rounds + 1)
         message = Message(self.best_tensors) if self.best_tensors else method.deploy(state)
         kept = int(self.best["round"]) if self.best_tensors else self.experiment.training.rounds
         if method.asks("closing"):

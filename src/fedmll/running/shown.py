@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 HEADLINES = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "micro_f1", "bacc", "accuracy")
 BY_SITE = ("sites_macro_auc", "sites_map", "sites_macro_f1")  # averages over the sites' own
+TOGETHER = ("pooled_macro_auc", "pooled_map", "pooled_macro_f1")  # of the sites' data together
 OWN = ("client_mean_auc", "client_worst_auc")  # on what the clients hold out
 
 
@@ -23,12 +24,18 @@ def headlines(result: Result) -> list[tuple[str, str]]:
     """The metrics to look at first, in percent."""
     from fedmll import registry
 
-    names = [*HEADLINES, *registry.added("metric"), *BY_SITE, *OWN]
+    names = [*HEADLINES, *registry.added("metric"), *TOGETHER, *BY_SITE, *OWN]
     return [
-        (f"{name} (held-out)" if name in OWN else name, number(result.metrics[name]))
+        (f"{name} (held-out)" if name in OWN else name, number(result.metrics[name]) + _error(result, name))
         for name in names
         if name in result.metrics
     ]
+
+
+def _error(result: Result, name: str) -> str:
+    """The most that it can be away from the exact value, where it is not exact."""
+    error = result.metrics.get(f"{name}_error")
+    return "" if error is None or not math.isfinite(error) else f" ± {number(error)}"
 
 
 def result_repr(result: Result) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from flwr.app import Message as FlowerMessage
 from flwr.common.constant import ErrorCode
 from torch import Tensor
@@ -16,6 +15,8 @@ from torch import Tensor
 from fedmll.client import Peer, Reply, task_of
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
+from fedmll.deploy.flower import evaluating
+from fedmll.deploy.flower.coming import check_newcomer, peers_of, with_sites
 from fedmll.deploy.flower.hearing import Parcel, capped, heard
 from fedmll.deploy.flower.inflating import BOUNDS
 from fedmll.deploy.flower.records import to_records
@@ -25,8 +26,10 @@ from fedmll.engines.learner import Learner
 from fedmll.engines.local import choose_device
 from fedmll.errors import ReplyRefused, RoundSpoilt, TooFewReplies, printable
 from fedmll.evaluation import metrics
-from fedmll.evaluation.pooled import SITES, VALIDATED, Evaluation, evaluate_pooled
+from fedmll.evaluation.histograms import evaluate_counts
+from fedmll.evaluation.pooled import POOLED, SITES, VALIDATED, Evaluation, evaluate_pooled
 from fedmll.message import Message, Tensors
+from fedmll.methods.contract import Like
 
 POLL_SECONDS = 0.2
 ROSTER_SECONDS = 2.0
@@ -70,17 +73,27 @@ class FlowerEngine:
         self.learner = Learner(task_of(federation, choose_device(federation.experiment.engine.device)))
         self.method = self.learner.method
         self.federation = self.learner.federation(federation, progress)
-        self.peers = self.learner.peers(federation)
+        self.gathered(federation.experiment.training.rounds + 1)
         self.method.begin(self.peers)
+        roster.fits = lambda name, told: check_newcomer(
+            self.learner, self.federation, roster.introductions | {name: told}
+        )
         self.memory = SiteMemories()
         self.bytes_up = self.bytes_down = 0
         self.number = -1
         self.remembered: dict[int, int] = {}  # the memories before the round
         self.spoilers: set[str] = set()  # whose replies of this round could not be merged
+        self.silent: dict[str, str] = {}  # who sends no counts of which classes, as it was said
         self.hung: set[str] = set()  # who let this round's deadline pass: one is enough
 
     def start(self) -> Tensors:
         return self.method.start()
+
+    def gathered(self, number: int) -> Federation:
+        here = self.roster.taking_part(number, self.min_clients)
+        self.federation = with_sites(self.federation, here)
+        self.peers = peers_of(self.learner, self.federation, here)
+        return self.federation
 
     def audit(self) -> dict[str, float | Tensor]:
         return {}  # only a simulation knows the truth
@@ -91,12 +104,13 @@ class FlowerEngine:
     # ---- a round
 
     def round(self, state: Tensors, number: int) -> Iterator[Reply]:
-        asked = [self.peers[client] for client in self.learner.participants(self.federation, number)]
+        chosen = self.learner.participants(self.gathered(number), number)
+        asked = [peer for client in chosen for peer in self.peers if peer.index == client]
         needed = min(self.min_clients, len(asked))
         sizes = capped([self.roster.introductions[peer.name].samples for peer in asked], self.max_share)
         weights = {peer.name: size for peer, size in zip(asked, sizes, strict=True)}
         if number != self.number:
-            self.number, self.spoilers = number, set()
+            self.number, self.roster.round, self.spoilers = number, number, set()
         self.hung, self.remembered = set(), dict(self.memory.latest)
         self.bytes_down = self.bytes_up = 0
         messages: dict[int, Message] = {}
@@ -195,7 +209,7 @@ class FlowerEngine:
             for message_id in [key for key, parcel in parcels.items() if parcel.peer is peer]:
                 del parcels[message_id]  # its node came anew: that message is lost
             message, about = letter(peer)
-            expected = self.method.expects(message, self.number) if kind == TRAIN else {}
+            expected = self._expected_reply(kind, peer, message)
             BOUNDS.allow(max([message.nbytes, *(like.most_bytes for like in expected.values())]))
             content = to_records(message, about | {"setup": self.roster.setup})
             outgoing = FlowerMessage(content, member.node, kind, ttl=seconds, group_id=str(self.number))
@@ -203,6 +217,11 @@ class FlowerEngine:
             if message_id:
                 self.bytes_down += message.nbytes
                 parcels[message_id] = Parcel(peer, member, expected)
+
+    def _expected_reply(self, kind: str, peer: Peer, message: Message) -> dict[str, Like]:
+        if kind == TRAIN:
+            return self.method.expects(message, self.number)
+        return evaluating.expected_of(peer, self.roster.introductions[peer.name].held_out, self.method.private)
 
     def _receive(self, kind: str, parcels: dict[str, Parcel], answers: Answers) -> None:
         replies = list(self.grid.pull_messages(list(parcels))) if parcels else []
@@ -224,7 +243,8 @@ class FlowerEngine:
     # ---- evaluation
 
     def evaluate(self, message: Message) -> Evaluation:
-        """On the server's test data, if it has any; and on the clients' own, averaged by size and called that."""
+        """On the server's test data, if it has any; and on the clients' own: of all of it together, from counts, and
+        the clients' metrics, averaged by size and called that."""
         report, values, found = metrics.Report({}, {}, {}), {}, {}
         if len(self.federation.test):
             self.learner.receive(message)
@@ -233,35 +253,34 @@ class FlowerEngine:
             found = {"test": scores}
             pooled = evaluate_pooled(self.federation, found)
             report, values = pooled.report, pooled.values
-        clients = self._clients_evaluation(message)
-        if clients is not None:
-            means = clients.values
-            values = values | {SITES + name: mean for name, mean in means.items()}
-            values |= {f"val_{k}": means[k] for k in VALIDATED if k in means}
-        return Evaluation(values, report, clients, found)
+        said = self._ask_sites(message)
+        if not said:
+            return Evaluation(values, report, None, found)
+        clients = evaluating.averaged(said, self.roster.introductions, self.max_share)
+        means, together = clients.values, self._together(said)
+        values = values | {SITES + name: mean for name, mean in means.items()}
+        values |= {f"val_{k}": means[k] for k in VALIDATED if k in means}
+        values |= {POOLED + name: value for name, value in together.values.items()}
+        return Evaluation(values, report if found else together, clients, found)
 
-    def _clients_evaluation(self, message: Message) -> metrics.ClientReport | None:
-        introductions = self.roster.introductions
-        peers = [peer for peer in self.peers if introductions[peer.name].held_out]
-        if not peers:
-            return None
+    def _ask_sites(self, message: Message) -> list[Reply]:
+        peers = [peer for peer in self.peers if self.roster.introductions[peer.name].held_out]
 
         def letter(peer: Peer) -> tuple[Message, dict[str, Any]]:
             # a private client may only see its own rows
             return (self.method.send(message.tensors, peer, self.number) if self.method.private else message), {}
 
-        found = [(peer, reply.numbers) for peer, reply, _ in self._exchange(EVALUATE, peers, letter, 1)]
-        if not found:
-            return None
-        sizes = np.array([introductions[peer.name].held_out for peer, _ in found])
-        names = sorted(set.union(*(set(numbers) for _, numbers in found)))
-        table = {name: np.array([numbers.get(name, np.nan) for _, numbers in found]) for name in names}
-        values, weights = {}, np.array(capped(sizes.tolist(), self.max_share))
-        for name, column in table.items():
-            defined = np.isfinite(column)
-            values[name] = float(np.average(column[defined], weights=weights[defined])) if defined.any() else np.nan
-        places = np.array([peer.index for peer, _ in found])
-        return metrics.ClientReport(values, {"client": places, "samples": sizes, **table})
+        return [(peer, reply) for peer, reply, _ in self._exchange(EVALUATE, peers, letter, 1)] if peers else []
+
+    def _together(self, said: Sequence[Reply]) -> metrics.Report:
+        """Of all sites' held-out data, as if it lay here."""
+        classes = self.learner.task.classes
+        counts, silent = evaluating.summed(said, classes, self.method.private)
+        for name, missing in silent.items():
+            if self.silent.get(name) != missing:
+                self.roster.notice(evaluating.no_counts(name, missing))
+        self.silent |= silent
+        return evaluate_counts(counts, classes)
 
     # ---- the end
 

@@ -17,6 +17,7 @@ from fedmll.errors import ReplyRefused, printable
 from fedmll.evaluation.pooled import HIGHEST, of_a_site
 from fedmll.message import Message
 from fedmll.methods.contract import Like, refuse_unlike
+from fedmll.methods.expected import refuse_classes, refuse_names, refuse_tensors
 
 NUMBERS = ("samples", "steps", "loss")  # of a round of training
 LARGEST_LOSS = 1e6
@@ -45,7 +46,8 @@ def heard(kind: str, reply: FlowerMessage, parcel: Parcel, introduced: Introduct
     if about.get("name") != parcel.peer.name:
         raise ReplyRefused(f"it calls itself '{printable(about.get('name'), 80)}'")
     try:
-        reason = _refuse_training(parcel, message, introduced) if kind == TRAIN else _refuse_metrics(message)
+        reason = _refuse_training(parcel, message, introduced) if kind == TRAIN else _refuse_test(parcel, message)
+        reason = reason or refuse_classes(parcel.expected, message, parcel.peer.owned)
     except Exception as error:  # a reply that confuses the check is not a good one
         reason = f"it cannot be checked ({type(error).__name__}: {printable(error)})"
     if reason is not None:
@@ -67,8 +69,11 @@ def _refuse_training(parcel: Parcel, reply: Message, introduced: Introduction) -
     return None
 
 
-def _refuse_metrics(reply: Message) -> str | None:
+def _refuse_test(parcel: Parcel, reply: Message) -> str | None:
     """NaN is a metric that is undefined there."""
+    reason = refuse_names(parcel.expected, reply) or refuse_tensors(parcel.expected, reply)
+    if reason is not None:
+        return reason
     wrong = [name for name, value in reply.numbers.items() if not (value != value or 0 <= value <= HIGHEST)]
     return f"{wrong[0]} is {reply.numbers[wrong[0]]:g}, not from 0 to {HIGHEST}" if wrong else None
 

@@ -29,6 +29,7 @@ from fedmll.models.flat import Sketch, sketches_differ
 
 ASK_AGAIN_SECONDS = 10  # a node that was refused may have been put right
 DIGEST = re.compile("[0-9a-f]{32}")
+FIRST_ROUND = "first_round"  # beside what a client said, in sites.json
 HELLO_SECONDS = 600  # the first look at a site's images may take long
 
 Notice = Callable[[str], None]
@@ -97,6 +98,9 @@ class Roster:
     label_sets: labels.Registered | None = None  # of clients that know their own classes only
     members: dict[str, Member] = field(default_factory=dict)
     introductions: dict[str, Introduction] = field(default_factory=dict)
+    first_round: dict[str, int] = field(default_factory=dict)  # of each who came: it takes part from then on
+    round: int = 0  # that is under way
+    fits: Callable[[str, Introduction], None] = lambda name, introduction: None  # refuses who cannot be taken in late
 
     def __post_init__(self) -> None:
         BOUNDS.install()
@@ -106,8 +110,15 @@ class Roster:
             try:
                 known = json.loads(self.file.read_text())
                 self.introductions |= {name: Introduction.of(told) for name, told in known.items()}
+                self.first_round |= {name: int(told.get(FIRST_ROUND, 1)) for name, told in known.items()}
             except (ValueError, TypeError, KeyError, AttributeError, ReplyRefused):
                 raise unreadable_sites(self.file) from None
+
+    def taking_part(self, number: int, least: int) -> dict[str, Introduction]:
+        """Who has come and takes part in a round; where that is fewer than `least`, also who would begin later."""
+        came = {name: self.introductions[name] for name in self.names if name in self.introductions}
+        begun = {name: told for name, told in came.items() if self.first_round[name] <= number}
+        return begun if len(begun) >= least else came
 
     def absence(self, name: str) -> str:
         """Why somebody is not among the members."""
@@ -177,10 +188,14 @@ class Roster:
         again = name in self.introductions
         self.members[name] = Member(name, node, since)
         self.refused.pop((node, since), None)
+        since = ""
         if not again:
-            self.introductions[name] = introduction
-            files.write(self.file, json.dumps({n: asdict(i) for n, i in self.introductions.items()}))
-        self.notice(f"{name} is here: {introduction.samples} images, {len(introduction.classes)} classes annotated")
+            self.introductions[name], self.first_round[name] = introduction, self.round + 1
+            kept = {n: asdict(each) | {FIRST_ROUND: self.first_round[n]} for n, each in self.introductions.items()}
+            files.write(self.file, json.dumps(kept))
+            since = f"; it takes part from round {self.round + 1} on" if self.round else ""
+        what = f"{introduction.samples} images, {len(introduction.classes)} classes annotated"
+        self.notice(f"{name} is here: {what}{since}")
 
     def _accept(self, node: int, registered: str, told: Mapping[str, Any]) -> Introduction:
         name = told.get("name")
@@ -207,6 +222,8 @@ class Roster:
                 f"what is frozen in its model is not what the server has ({', '.join(different[:5])}): it must use the "
                 "same text encoder, pretrained weights and library versions"
             )
+        if name not in self.introductions:
+            self.fits(str(name), introduction)
         before = self.introductions.get(str(name), introduction)
         if before != introduction:
             raise ReplyRefused(

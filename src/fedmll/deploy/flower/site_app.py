@@ -89,7 +89,7 @@ def train(message: FlowerMessage, context: Context) -> FlowerMessage:
 
 @app.evaluate()
 def evaluate(message: FlowerMessage, context: Context) -> FlowerMessage:
-    return _answer(message, context, lambda file, about, sent: (Message({}, _worker(file, about).evaluate(sent)), {}))
+    return _answer(message, context, lambda file, about, sent: (_worker(file, about).evaluate(sent), {}))
 
 
 @app.query("bye")

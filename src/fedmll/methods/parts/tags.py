@@ -98,7 +98,7 @@ class Tags(Staged):
         classes, limit = len(self.task.classes), LARGEST_FEATURE
         expected = {
             "prototypes": Like((2, classes, self.model.width), low=-limit, high=limit),
-            "votes": Like((2, classes), torch.bool),
+            "votes": Like((2, classes), torch.bool, by_class=1),
             "made": Like((2,), torch.int64, low=0, high=MOST_SAMPLES * classes),
         }
         if self.options.adaptive:

@@ -1,0 +1,46 @@
+"""The federation as far as its clients have come. Of who has not come, or takes no further part, it has no sample and
+no class; only its place in the list, which is there when it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fedmll.client import Peer
+from fedmll.data.federation import Federation
+from fedmll.deploy.flower.roster import Introduction
+from fedmll.engines.learner import Learner
+from fedmll.errors import ConfigError, ReplyRefused
+
+Here = Mapping[str, Introduction]  # by name
+
+
+def with_sites(data: Federation, here: Here) -> Federation:
+    """With what these clients said of themselves: sizes and classes, not a single training sample."""
+    classes = data.test.classes
+    known = [[name in here and label in here[name].classes for label in classes] for name in data.names]
+    counts = [here[name].samples if name in here else 0 for name in data.names]
+    samples = tuple(np.broadcast_to(np.int64(0), count) for count in counts)  # no memory
+    return replace(data, samples=samples, annotated=np.array(known))
+
+
+def peers_of(learner: Learner, data: Federation, here: Here) -> list[Peer]:
+    return [peer for peer in learner.peers(with_sites(data, here)) if peer.name in here]
+
+
+def check_newcomer(learner: Learner, data: Federation, here: Here) -> None:
+    """What ends a start must not end a run: a client that the method cannot work with is refused when it comes late."""
+    try:
+        learner.method.begin(peers_of(learner, data, here))
+    except ConfigError as error:
+        raise ReplyRefused(f"the method cannot take it in: {error}") from None
+
+
+def starts_without(data: Federation, names: Sequence[str], here: Here) -> str | None:
+    """What the operator is told, once, where the run starts before all of `names` have come."""
+    absent = [name for name in names if name not in here]
+    unknown = np.array(data.test.classes)[~data.annotated.any(axis=0)]
+    nobody = f"; nobody annotates {', '.join(unknown)} so far" if len(unknown) else ""
+    return f"starts without {', '.join(absent)}; it may come later{nobody}" if absent else None
