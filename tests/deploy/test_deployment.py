@@ -191,6 +191,7 @@ def test_a_site_comes_late_and_another_leaves(world: World) -> None:
     world.join("site-b")
     world.until_said("server", "starts without site-c; it may come later")
     world.join("site-c")
+    world.until((world.out / "metrics.jsonl").exists)
     world.until(lambda: any(row["clients"] == 3 for row in world.rows()))
     leaver.send_signal(signal.SIGINT)
     assert world.ended(leaver, 30) == 130
