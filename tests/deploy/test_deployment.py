@@ -255,7 +255,7 @@ def test_bad_replies_are_refused_by_name(world: World) -> None:
     assert world.ended(server) == 0, world.said("server")
     assert [row["clients"] for row in world.rows()] == [2, 2, 2, 2, 3]
     said = world.said("server")
-    for number, reason in enumerate(("NaN or infinite", "not torch.float32", "key backdoor", "has the norm"), 1):
+    for number, reason in enumerate(("NaN or infinite", "not torch.float32", "key backdoor", "moved by the norm"), 1):
         (line,) = [text for text in said.splitlines() if f"round {number}: the reply of" in text]
         assert "site-b is refused" in line
         assert reason in line
