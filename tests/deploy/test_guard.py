@@ -168,6 +168,15 @@ def test_a_wrong_clock_is_told_at_both_ends(caller: Caller, ahead: float, told: 
         assert caller.call(PULL, caller.headers(good))[0] == 200
 
 
+def test_a_clock_that_is_wrong_in_another_way_every_time_fills_no_log(caller: Caller) -> None:
+    for ahead in range(100, 120):
+        assert caller.call(PULL, caller.headers(ahead))[0] == 401
+    assert len(caller.said) == 1
+    caller.door.clocks["site-a"] -= guard.CLOCK_SECONDS
+    assert caller.call(PULL, caller.headers(200))[0] == 401
+    assert [text for text in caller.said if "200 s ahead" in text] == caller.said[1:]
+
+
 def test_a_revoked_key_is_refused_while_the_server_runs(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caller.call(PULL, caller.headers())[0] == 200
     keys.revoke(caller.folder, "site-a")

@@ -267,7 +267,7 @@ HONEST = {"samples": 70, "held_out": 0, "classes": ["digit-1"], "digest": "0" * 
     [
         {"samples": 10**12}, {"samples": True}, {"samples": 0}, {"samples": 5.0}, {"samples": "5"},
         {"held_out": 10**12}, {"held_out": False}, {"held_out": -1}, {"classes": ["a", "a"]},
-        {"classes": [["a"]]}, {"classes": "a"},
+        {"classes": [["a"]]}, {"classes": "a"}, {"classes": []},
         {"digest": "0" * 31}, {"digest": 3},
     ],
     ids=str,

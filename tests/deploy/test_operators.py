@@ -70,7 +70,25 @@ def test_garbage_in_server_json_is_one_paragraph(tmp_path: Path, garbage: str) -
     assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize("garbage", ["", "{", "[1]", '{"site-a": 3}', '{"site-a": {"samples": "x"}}'])
+@pytest.mark.parametrize("name", ["round_timeout", "join_timeout"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "0"])
+def test_a_deadline_that_never_comes_is_refused(tmp_path: Path, name: str, value: str) -> None:
+    (tmp_path / "server.json").write_text(f'{{"clients": ["a", "b"], "{name}": {value}}}')
+    with pytest.raises(ConfigError, match="are seconds, more than 0"):
+        setting.server_in(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"port": 65536}, {"port": 0}, {"tries": 0}], ids=str)
+def test_a_port_or_a_number_of_tries_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
+    Server(("a", "b"), port=65535, tries=1)
+    with pytest.raises(ConfigError, match="is not from 1 to 65535, or a round is tried"):
+        Server(("a", "b"), **wrong)  # type: ignore[arg-type]
+
+
+LATE = '{"site-a": {"samples": 1, "held_out": 0, "classes": ["a"], "digest": "' + 32 * "0" + '", "first_round": 1e999}}'
+
+
+@pytest.mark.parametrize("garbage", ["", "{", "[1]", '{"site-a": 3}', '{"site-a": {"samples": "x"}}', LATE])
 def test_garbage_in_sites_json_is_one_paragraph(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,

@@ -27,12 +27,12 @@ from leaving import DOCUMENT, SITE, documented, rows_of
 from PIL import Image
 from rich.console import Console
 from sites import CLASSES, Consortium, write_consortium, write_csv
-from test_flower import Hear, drive, make_grid, quick  # noqa: F401  (a fixture)
+from test_flower import FakeNode, Hear, drive, make_grid, quick  # noqa: F401  (a fixture)
 
 from fedmll.cli.display import site_table
 from fedmll.data.digest import LARGEST_READ, digest_of
 from fedmll.data.images.cache import cache_folder, cached, image_folder, images_in
-from fedmll.deploy import approval, joining, labels, own_folder, rehearsal, serving, site, telling
+from fedmll.deploy import approval, joining, labels, own_folder, rehearsal, serving, site, site_worker, telling
 from fedmll.deploy.approval import Limits
 from fedmll.deploy.estimate import bytes_needed
 from fedmll.deploy.flower import executor, processes, site_app
@@ -391,6 +391,37 @@ def test_a_private_client_with_other_classes_is_refused_by_name(consortium: Cons
             method__loss="sigmoid", join_timeout=0.5,
         )  # fmt: skip
     assert "site-b is refused: the label set that it says it has is not the one registered with its key" in hear.said
+
+
+def test_a_client_that_says_it_has_no_class_does_not_end_a_start(consortium: Consortium, tmp_path: Path) -> None:
+    """A private method does not begin with it; once written down it would end every resume too."""
+    grid, hear = make_grid(consortium, tmp_path), Hear()
+    lies = iter([[]])
+
+    def tamper(node: FakeNode, sent: FlowerMessage, reply: FlowerMessage) -> FlowerMessage:
+        if node.name != "site-b" or sent.metadata.message_type != HELLO:
+            return reply
+        message, about = from_records(reply.content)
+        return FlowerMessage(to_records(message, about | {"classes": next(lies, about["classes"])}), reply_to=sent)
+
+    grid.tamper = tamper
+    drive(
+        consortium, grid, tmp_path / "out", hear, method__name="private-fedavg", method__loss="sigmoid",
+        training__rounds=1, join_timeout=30.0,
+    )  # fmt: skip
+    assert "site-b is refused: it does not say properly what data it has" in hear.said
+    assert hear.rows[0]["clients"] == 3
+
+
+def test_estimates_are_kept_in_bounded_number(
+    consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site_worker, "MOST_ESTIMATES", 2)
+    monkeypatch.setattr(site_worker, "_estimates", {})
+    monkeypatch.setattr(site_worker, "bytes_needed", lambda *_: 1.0)
+    for number in range(5):
+        SiteWorker(here(consortium, tmp_path), replace(setup_of(consortium), run=f"run{number}"), lambda _: None)
+        assert 1 <= len(site_worker._estimates) <= 2
 
 
 # ---- 5. data

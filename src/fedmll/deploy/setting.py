@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -49,8 +50,10 @@ class Server:
             )
         if not 0 < self.max_share <= 1:
             raise ConfigError(f"--max-share {self.max_share:g} is not a share; it is more than 0, and at most 1.")
-        if self.round_timeout <= 0 or self.join_timeout <= 0:
+        if not all(0 < seconds < math.inf for seconds in (self.round_timeout, self.join_timeout)):
             raise ConfigError("--round-timeout and --join-timeout are seconds, more than 0.")
+        if not 0 < self.port < 65536 or self.tries < 1:
+            raise ConfigError(f"The port {self.port} is not from 1 to 65535, or a round is tried {self.tries} times.")
 
     @property
     def taking_part(self) -> tuple[str, ...]:

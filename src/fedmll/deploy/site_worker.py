@@ -35,6 +35,7 @@ SMALLEST_GROUP = 5  # images that a class's mean or sum must be of before it lea
 SMALLEST_COUNT = 10  # positives, and negatives, that a class must have before its histograms leave the site
 COUNTS = "counts"  # the histograms' name in a reply
 ME = 0  # a site's memory store has one client
+MOST_ESTIMATES = 64  # that are kept: a server may say something else every time
 _estimates: dict[tuple[Any, ...], float] = {}  # found once in a process: setup, site, images, limit → bytes
 
 
@@ -101,6 +102,8 @@ class SiteWorker:
         limits.check_images(training)
         key = (setup.to_json(), self.site.name, training, limits.max_memory)
         if key not in _estimates:
+            if len(_estimates) >= MOST_ESTIMATES:
+                _estimates.clear()
             _estimates[key] = bytes_needed(task, training, limits.max_memory * GIGABYTE)
         asked = {name: value for name, value in setup.__dict__.items() if name != "run"}
         rows = approval.described(task, training, held_out, _estimates[key])

@@ -40,6 +40,7 @@ IDLE_SECONDS, BODY_SECONDS = 20.0, 600.0  # between two pieces of a body, and al
 SECOND_SECONDS = 2.0  # a node that is idle asks for messages twice a second
 SILENT_SECONDS = 35.0  # a node that works is heard every 30 s
 WARY_SECONDS = 120.0  # after two programs were seen with one key
+CLOCK_SECONDS = 60.0  # how often a wrong clock is told of: each request may name another time
 REVOKED_SECONDS = 2.0  # how often the list of revoked keys is looked at
 
 App = Callable[..., Awaitable[None]]
@@ -71,6 +72,7 @@ class Door:
     heard: dict[str, Heard] = field(default_factory=dict)  # name → who serves under it
     before: dict[str, Heard] = field(default_factory=dict)  # who did, until somebody else came while it was silent
     pairs: dict[str, float] = field(default_factory=dict)  # name → when two programs were last seen under it
+    clocks: dict[str, float] = field(default_factory=dict)  # name → when its wrong clock was last told of
     _looked: float = -REVOKED_SECONDS
     _revoked: frozenset[str] = frozenset()
 
@@ -94,7 +96,9 @@ class Door:
             raise Refused(401, turned_away.announced(turned_away.REVOKED))
         if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
             way = "ahead of" if age < 0 else "behind"
-            self.tell(f"{name} is refused: its clock is {abs(age):.0f} s {way} the server's; it was told to set it")
+            if time.monotonic() - self.clocks.get(name, -CLOCK_SECONDS) >= CLOCK_SECONDS:
+                self.clocks[name] = time.monotonic()
+                self.tell(f"{name} is refused: its clock is {abs(age):.0f} s {way} the server's; it was told to set it")
             raise Refused(401, turned_away.announced(turned_away.CLOCK, -age))
         return name
 

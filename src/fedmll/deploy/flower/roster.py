@@ -64,7 +64,10 @@ class Introduction:
             raise ReplyRefused(f"it says that it has {samples} images and holds {held_out} out, which is not believed")
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise ReplyRefused("it does not say properly what data it has")
-        if len(set(classes)) < len(classes) or not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+        # a site that annotates nothing does not come; a method that needs labels would not start with it, nor resume
+        if not classes or len(set(classes)) < len(classes):
+            raise ReplyRefused("it does not say properly what data it has")
+        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
             raise ReplyRefused("it does not say properly what data it has")
         return cls(samples, held_out, tuple(classes), digest)
 
@@ -111,7 +114,7 @@ class Roster:
                 known = json.loads(self.file.read_text())
                 self.introductions |= {name: Introduction.of(told) for name, told in known.items()}
                 self.first_round |= {name: int(told.get(FIRST_ROUND, 1)) for name, told in known.items()}
-            except (ValueError, TypeError, KeyError, AttributeError, ReplyRefused):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ReplyRefused):
                 raise unreadable_sites(self.file) from None
 
     def taking_part(self, number: int, least: int) -> dict[str, Introduction]:
