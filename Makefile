@@ -7,7 +7,7 @@ READY := .venv/.ready
 
 SYSTEMS := fednca-ml,fedlgt,fedmlp,private-fedavg:loss=sigmoid,fedharmony
 
-run: $(READY)  ## the five systems beside what they are measured against, on the embedded digits; about a minute
+run: $(READY)  ## the five systems beside what they are measured against, on the embedded digits; a minute or two
 	$(BIN)/fedmll compare examples/digits.toml --methods local-only,fedavg,$(SYSTEMS),fed-ridge,centralized \
 		--rounds 10 --seeds 0 --metrics macro_auc,map,macro_f1_tuned,what
 
