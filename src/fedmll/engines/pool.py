@@ -6,10 +6,7 @@ is replaced and its job tried once more; a second death is reported with the job
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +19,7 @@ from torch import Tensor
 from fedmll.engines.shared import Arena, Entry, read_all, write_all
 from fedmll.errors import ClientError, FedmllError
 from fedmll.message import Message
+from fedmll.processes import forked
 
 HELD_RESULTS = 4  # a worker: how far one may run ahead of the slowest job, and so what memory results can take
 
@@ -44,11 +42,7 @@ class Worker:
     def __init__(self, work: Work, shared: Arena) -> None:
         self.inbox, self.outbox = Arena(), Arena()
         ours, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("fork")  # data and model are inherited, not copied
-        self.process = context.Process(
-            target=_serve, args=(theirs, ours, work, self.inbox, self.outbox, shared, os.getpid()), daemon=True
-        )
-        self.process.start()
+        self.process = forked(_serve, theirs, ours, work, self.inbox, self.outbox, shared)
         theirs.close()
         self.pipe: Connection = ours
         self.busy: tuple[int, Job] | None = None
@@ -164,13 +158,8 @@ class Pool:
         self.shared.close()
 
 
-def _serve(
-    pipe: Connection, parents_end: Connection, work: Work, inbox: Arena, outbox: Arena, shared: Arena, parent: int
-) -> None:
-    """A worker's life: one torch thread, jobs until the pipe closes. Ctrl-C is the parent's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with(parent)
+def _serve(pipe: Connection, parents_end: Connection, work: Work, inbox: Arena, outbox: Arena, shared: Arena) -> None:
+    """A worker's life: one torch thread, jobs until the pipe closes."""
     parents_end.close()
     torch.set_num_threads(1)
     while True:
@@ -187,12 +176,3 @@ def _serve(
         except Exception:
             # a programming error: its traceback must reach the person, from whichever process
             pipe.send(("error", RuntimeError, f"in a worker process:\n{traceback.format_exc()}"))
-
-
-def _die_with(parent: int) -> None:
-    """However the parent ends (SIGKILL too), its workers end with it. Linux; elsewhere the closed pipe tells them."""
-    if sys.platform == "linux":
-        death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

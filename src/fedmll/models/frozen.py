@@ -27,6 +27,7 @@ from fedmll.data.images.cache import Progress, cached, content_key, silent, stor
 from fedmll.errors import ConfigError
 from fedmll.files import checksum
 from fedmll.models.backbones.base import Backbone, normalisation
+from fedmll.processes import forked
 from fedmll.seeding import derive, torch_generator
 from fedmll.settings import Model
 
@@ -102,16 +103,16 @@ class _Filling:
         if next(self.backbone.parameters()).device.type != "cpu":
             self._some(tokens, 0, 1, done)
             return
-        cores, context = len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
-        workers = [
-            context.Process(target=self._alone, args=(tokens, k, cores, done), daemon=True) for k in range(cores)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            while worker.is_alive():
-                worker.join(0.2)
-                self.progress(done.value, total, "computing features")
+        cores = len(os.sched_getaffinity(0))
+        workers = [forked(self._alone, tokens, k, cores, done) for k in range(cores)]
+        try:
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(0.2)
+                    self.progress(done.value, total, "computing features")
+        finally:
+            for worker in workers:
+                worker.terminate()
         if done.value != total:
             raise ConfigError("A process that computed features died; there may be too little memory. Start it again.")
 
