@@ -31,7 +31,7 @@ from fedmll.processes import forked
 from fedmll.seeding import derive, torch_generator
 from fedmll.settings import Model
 
-AT_ONCE = 32  # images a pass: fits the processor's cache
+AT_ONCE = 16  # images a pass: beyond it the C library maps and clears the memory of every layer anew (from 32 MB on)
 WHOLE = "backbone"
 
 Tokens = NDArray[np.float16]  # (views, images, width, rows, columns); view 0 is without augmentation
@@ -81,7 +81,7 @@ def kept_tokens(
     device = next(backbone.parameters()).device
     with torch.no_grad():
         shape = backbone(normalise(torch.zeros(1, *store.shape[1:], device=device))).shape[1:]
-    drawn = (recipe, seed, _code(registry.find("augmentation", recipe))) if views > 1 else ()
+    drawn = (recipe, seed, AT_ONCE, _code(registry.find("augmentation", recipe))) if views > 1 else ()
     key = content_key("tokens", store_key(store), _digest(backbone), _code(type(backbone)), scale, views, *drawn)
     fill = _Filling(backbone, store, recipe, views, seed, normalise, progress)
     return cached(key, lambda: ((views, len(store), *shape), fill), progress, "features", np.float16)
