@@ -1,4 +1,4 @@
-"""The commands for a finished model: predict, export, errors."""
+"""The commands for a finished model: predict, export, errors, tune."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
     app.command()(predict)
     app.command()(export)
     app.command("errors")(show_errors)
+    app.command()(tune)
 
 
 def predict(
@@ -211,3 +212,44 @@ def show_errors(
         return
     mistakes.draw(out, kept, found, store)
     say(f"images in {out}")
+
+
+def tune(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    goal: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            help="f1; recall=0.9 or precision=0.8 on the validation data; find=0.9: of new data, with a guarantee.",
+        ),
+    ] = "f1",
+    calibrate: Annotated[
+        str, typer.Option("--calibrate", help="Also the probabilities: platt (a class), temperature, none.")
+    ] = "none",
+    plugins: Plugins = None,
+) -> None:
+    """Choose each class's threshold on the run's validation data: `predict --threshold tuned` uses it.
+
+    Example:  [bold]fedmll tune runs/first --for find=0.9 --calibrate platt[/]
+    """
+    from fedmll.evaluation.metrics import mean_of
+    from fedmll.running import tuned
+    from fedmll.running.saved import load_run
+
+    if calibrate not in ("none", "platt", "temperature"):
+        raise ConfigError(f"--calibrate takes platt, temperature or none; it got '{calibrate}'.")
+    found = tuned.tune(load_run(folder, plugins=plugins), goal, calibrate)  # type: ignore[arg-type]
+    measured = (found.thresholds, 100 * found.cut.recall, 100 * found.cut.precision, 100 * found.cut.f1)
+    rows = [
+        (escape(name), f"{threshold:.4f}", *(f"{value:.1f}" for value in values))
+        for name, threshold, *values in zip(found.classes, *measured, strict=True)
+    ]
+    header = ("class", "threshold", "recall, %", "precision, %", "F1, %")
+    console.print(plain_table(f"thresholds for {escape(goal)}, on the validation data", header, rows))
+    if goal.startswith("find"):
+        say(tuned.GUARANTEE)
+    errors_now = [f"{mean_of(found.before.error):.2f} %"]
+    if found.after is not None:
+        errors_now.append(f"{mean_of(found.after.error):.2f} % calibrated (on the data it was fitted to)")
+    say(f"expected calibration error, mean over classes: {', '.join(errors_now)}")
+    say(f"written into {folder / 'model.safetensors'}")

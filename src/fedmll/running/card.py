@@ -164,7 +164,10 @@ def _metrics(run: SavedRun | None, limits: Mapping[str, tuple[float, float]]) ->
 def _classes(model: SavedModel, run: SavedRun | None) -> str:
     tuned = model.tuned_thresholds
     cut = ["–"] * len(model.classes) if tuned is None else [f"{value:.4f}" for value in tuned]
-    text = "Threshold: the tuned one, with the best F1 on the validation data. F1, precision and recall are at 0.5."
+    goal = model.description.get("thresholds_for") or "f1"
+    text = f"Threshold: chosen on the validation data for {goal}. F1, precision and recall are at 0.5."
+    if model.calibration is not None:
+        text += " Probabilities were calibrated afterwards, on the same data; F1, precision and recall are from before."
     if run is None:
         table = _table(("class", "threshold"), list(zip(model.classes, cut, strict=True)))
         return f"## Classes\n\n{table}\n\n{text}"

@@ -19,7 +19,7 @@ from fedmll import files
 from fedmll.errors import ConfigError
 from fedmll.running.card import card
 from fedmll.running.folder import MODEL
-from fedmll.running.model import SavedModel
+from fedmll.running.model import SavedModel, recalibrated_tensor
 from fedmll.running.saved import SavedRun
 
 FORMATS = ("onnx", "safetensors", "torchscript")
@@ -35,11 +35,13 @@ class Deployed(nn.Module):
         super().__init__()
         self.learner = model.learner
         self.network = copy.deepcopy(self.learner.model).requires_grad_(False)
+        self.by = None if model.calibration is None else torch.from_numpy(model.calibration).float()
 
     def forward(self, samples: Tensor, known: Tensor | None = None) -> Tensor:
         if known is not None:
             known = known.expand(samples.shape[0], known.shape[1])
-        return self.learner.method.predict(self.network, self.learner.task.inputs(samples), known)
+        found = self.learner.method.predict(self.network, self.learner.task.inputs(samples), known)
+        return found if self.by is None else recalibrated_tensor(found, self.by)
 
 
 def export(source: SavedRun | SavedModel, to: str, out: Path) -> list[Path]:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from fedmll import files, registry
 from fedmll.client import EVALUATION_BATCH, Task
@@ -33,6 +34,7 @@ from fedmll.running.images import Prediction, decoded
 
 FORMAT = 1
 KEY = "fedmll"  # of the metadata
+LEAST_PROBABILITY = 1e-7  # its logit is finite, also in float32 near 1
 
 Known = Mapping[str, int] | NDArray[np.integer]
 """What is known of labels: {class: 1 or 0} of every sample, or (N, C) with -1 for unknown."""
@@ -58,6 +60,8 @@ def describe(
         "pixels": None if scale is None else {"mean": list(scale[0]), "std": list(scale[1])},
         "window": experiment.data.window,
         "thresholds": None if thresholds is None else [float(value) for value in thresholds],
+        "thresholds_for": None if thresholds is None else "f1",
+        "calibration": None,  # or a and b of σ(a z + b), class by class: see running/tuned.py
         "clients": task.clients,
         "round": round,
         "began_from": weights,
@@ -99,8 +103,15 @@ class SavedModel:
 
     @property
     def tuned_thresholds(self) -> NDArray[np.float64] | None:
-        """(C,), those with the best F1 on the run's validation data; None if it had none."""
+        """(C,), chosen on the run's validation data (with the best F1, or as `fedmll tune` was told); None if it had
+        none."""
         found = self.description["thresholds"]
+        return None if found is None else np.array(found, dtype=np.float64)
+
+    @property
+    def calibration(self) -> NDArray[np.float64] | None:
+        """(C, 2): a and b of σ(a z + b), by `fedmll tune --calibrate`."""
+        found = self.description.get("calibration")
         return None if found is None else np.array(found, dtype=np.float64)
 
     @property
@@ -153,7 +164,7 @@ class SavedModel:
             )
         told = None if known is None else torch.from_numpy(self._known(known, len(samples)))
         found: NDArray[np.float32] = self.learner.predict(samples, 0, len(samples), told).numpy()
-        return found
+        return found if self.calibration is None else recalibrated(found, self.calibration).astype(np.float32)
 
     def _of_files(self, paths: list[Path], known: Known | None) -> NDArray[np.float32]:
         found = np.zeros((len(paths), len(self.classes)), np.float32)
@@ -205,6 +216,16 @@ class SavedModel:
                 f"({samples}, {len(self.classes)}); they are {known.shape}."
             )
         return known.astype(np.int8)
+
+
+def recalibrated(p: NDArray[np.floating], by: NDArray[np.float64]) -> NDArray[np.float64]:
+    """σ(a z + b) of probabilities (N, C), z their logits."""
+    return recalibrated_tensor(torch.as_tensor(p, dtype=torch.float64), torch.from_numpy(by)).numpy()
+
+
+def recalibrated_tensor(p: Tensor, by: Tensor) -> Tensor:
+    """The same as a network has it."""
+    return torch.sigmoid(torch.logit(p, eps=LEAST_PROBABILITY) * by[:, 0] + by[:, 1])
 
 
 def load_model(file: Path | str, *, plugins: Sequence[Path | str] = ()) -> SavedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment, read_toml
 from fedmll.running.folder import EXPERIMENT, METRICS, MODEL, PER_CLASS, PREDICTIONS, SUMMARY, experiment_in, read_rows
-from fedmll.running.model import Known, SavedModel, load_model
+from fedmll.running.model import Known, SavedModel, load_model, recalibrated
 from fedmll.running.predictions import Predictions, read_predictions
 
 
@@ -70,8 +70,10 @@ class SavedRun:
         return self.model.learner
 
     def predictions(self, part: str = "test") -> Predictions:
-        """What its model said of the test, `validation` or `held_out` data."""
-        return read_predictions(self.folder / PREDICTIONS, part)
+        """What its model says of the test, `validation` or `held_out` data."""
+        kept = read_predictions(self.folder / PREDICTIONS, part)
+        by = self.model.calibration if (self.folder / MODEL).is_file() else None
+        return kept if by is None else replace(kept, probabilities=recalibrated(kept.probabilities, by).astype("f4"))
 
     def predict(
         self, samples: NDArray[Any] | Dataset | Path | str | Sequence[Path | str], known: Known | None = None

@@ -1,0 +1,116 @@
+"""Thresholds from histograms: by hand, against the exact ones, and the guarantee by drawing again and again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedmll.errors import ConfigError
+from fedmll.evaluation import cuts
+from fedmll.evaluation.histograms import BINS, EDGES, histograms
+from fedmll.evaluation.metrics import best_thresholds, evaluate
+
+
+def made(samples: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    targets = (generator.random((samples, classes)) < np.linspace(0.05, 0.5, classes)).astype(np.int8)
+    logits = generator.normal(size=targets.shape) * 1.5 + 2 * targets - 2
+    targets[generator.random(targets.shape) < 0.1] = -1
+    return (1 / (1 + np.exp(-logits))).astype(np.float32), targets
+
+
+def few(positives: dict[int, int], negatives: dict[int, int]) -> np.ndarray:
+    counts = np.zeros((2, 1, BINS), np.int64)
+    for side, given in enumerate((positives, negatives)):
+        for place, number in given.items():
+            counts[side, 0, place] = number
+    return counts
+
+
+def above(scores: np.ndarray, threshold: float) -> np.ndarray:
+    return scores > threshold
+
+
+HAND = few({700: 2, 600: 1, 400: 1}, {650: 1, 500: 1, 400: 2, 10: 5})
+
+
+def edge(place: int) -> float:
+    """The lowest score of a bin."""
+    return float(EDGES[place - 1])
+
+
+class TestByHand:
+    def test_best_f1(self) -> None:
+        # from 700 on: 2·2/(2+4) = 0.667; from 650: 4/7; from 600: 6/8 = 0.75; from 500: 6/9; from 400: 8/12
+        assert edge(600) > cuts.best_f1(HAND)[0] > edge(599)
+
+    def test_of_equal_cuts_the_highest(self) -> None:
+        # from 700 on 2·1/(1+2) = 2/3; from 500: 2·2/(4+2) = 2/3
+        assert cuts.best_f1(few({700: 1, 500: 1}, {600: 1, 500: 1}))[0] > edge(699)
+
+    @pytest.mark.parametrize(("recall", "place"), [(0.5, 700), (0.51, 600), (0.75, 600), (0.76, 400), (0.99, 400)])
+    def test_wanted_recall(self, recall: float, place: int) -> None:
+        assert edge(place) > cuts.wanted_recall(HAND, recall)[0] > edge(place - 1)
+
+    @pytest.mark.parametrize(("precision", "place"), [(0.99, 651), (0.75, 501), (0.6, 401), (0.5, 11), (0.3, 0)])
+    def test_wanted_precision(self, precision: float, place: int) -> None:
+        # from 651 on 2/2; from 501: 3/4; from 401: 3/5; from 11: 4/8; all: 4/13 = 0.31
+        found = cuts.wanted_precision(HAND, precision)[0]
+        assert found == -0.5 if place == 0 else edge(place) > found > edge(place - 1)
+
+    def test_a_precision_that_no_cut_has(self) -> None:
+        assert cuts.wanted_precision(few({400: 1}, {500: 3}), 0.5)[0] == cuts.NEVER
+
+    @pytest.mark.parametrize(("recall", "place"), [(0.9, 0), (0.8, 400), (0.61, 400), (0.6, 600), (0.4, 700)])
+    def test_controlled_recall(self, recall: float, place: int) -> None:
+        # four positives: k = ⌊(1 − recall)·5⌋ = 0, 1, 1, 2, 3
+        found = cuts.controlled_recall(HAND, recall)[0]
+        assert found == -0.5 if place == 0 else edge(place) > found > edge(place - 1)
+
+    def test_a_class_without_positives(self) -> None:
+        nothing = few({}, {400: 7})
+        assert cuts.best_f1(nothing)[0] == cuts.USUAL
+        assert cuts.wanted_recall(nothing, 0.9)[0] == cuts.USUAL
+        assert cuts.wanted_precision(nothing, 0.9)[0] == cuts.USUAL
+        assert cuts.controlled_recall(nothing, 0.9)[0] == -0.5
+
+    @pytest.mark.parametrize("share", [0.0, 1.0, -0.2, 90.0])
+    def test_percent_are_no_shares(self, share: float) -> None:
+        for choose in (cuts.wanted_recall, cuts.wanted_precision, cuts.controlled_recall):
+            with pytest.raises(ConfigError, match="between 0 and 1"):
+                choose(HAND, share)
+
+
+def test_f1_as_good_as_at_the_exact_thresholds() -> None:
+    scores, targets = made(3000, 12, 1)
+    names = [str(column) for column in range(12)]
+    exact = evaluate(scores, targets, names, best_thresholds(scores, targets)).values["macro_f1_tuned"]
+    summed = evaluate(scores, targets, names, cuts.best_f1(histograms(scores, targets))).values["macro_f1_tuned"]
+    assert exact - 0.2 <= summed <= exact
+
+
+def test_a_cut_means_the_same_for_scores_as_for_bins() -> None:
+    """p > threshold are the very samples of the bins above it, also where a score lies on an edge."""
+    scores, targets = made(2000, 5, 2)
+    scores[:500, 0] = EDGES.astype(np.float32)[np.arange(500) + 200]
+    counts = histograms(scores, targets)
+    for threshold_of in (cuts.best_f1, lambda counts: cuts.wanted_recall(counts, 0.8)):
+        found = threshold_of(counts)
+        for column in range(5):
+            kept = found[column] <= cuts.THRESHOLDS
+            positive = targets[:, column] == 1
+            assert above(scores[positive, column], found[column]).sum() == counts[0, column, kept].sum()
+
+
+def test_the_recall_of_new_samples_is_at_least_what_was_wanted() -> None:
+    """Over 200 drawings, on average; and no more than bins and 1/(n + 1) above it."""
+    reached = []
+    for draw in range(200):
+        scores, targets = made(400, 1, 1000 + draw)
+        targets[:, 0] = np.where(targets[:, 0] < 0, 0, targets[:, 0])
+        half = len(scores) // 2
+        threshold = cuts.controlled_recall(histograms(scores[:half], targets[:half]), 0.8)[0]
+        new = scores[half:, 0][targets[half:, 0] == 1]
+        reached.append(above(new, threshold).mean() if len(new) else 1.0)
+    error = np.std(reached) / np.sqrt(len(reached))
+    assert 0.8 - 2 * error <= np.mean(reached) <= 0.8 + 1 / 9 + 2 * error
