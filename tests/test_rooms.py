@@ -26,7 +26,8 @@ LONG_FILES = {
 LONG_FUNCTIONS = {
     "evaluation/metrics.py evaluate": "the metrics side by side",
     "cli/federation.py server": "its options",
-    "cli/federation.py join": "its options",
+    "cli/site.py join": "its options",
+    "cli/site.py check": "its options",
     "cli/compare.py compare": "its options",
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -11,11 +12,15 @@ from rich.table import Table
 from fedmll.cli.tables import console, errors, plain_table, say
 from fedmll.data.federation import Federation
 from fedmll.deploy.site import Summary
+from fedmll.errors import printable
 from fedmll.experiment import Experiment
 from fedmll.running.comparison import Cell
 from fedmll.running.grid import GridObserver
 from fedmll.running.loop import Result, Row
 from fedmll.running.shown import BY_SITE, headlines, number
+
+if TYPE_CHECKING:
+    from fedmll.deploy.checking import Finding
 
 # Of the families of averages (metrics.Report.left_out) the two pairs that lose the same classes: their names, and why.
 LEFT_OUT = {
@@ -132,6 +137,14 @@ def site_table(name: str, summary: Summary) -> Table:
     counts = zip(summary.classes, summary.present, summary.absent, summary.unknown, strict=True)
     rows = [(escape(label), *map(str, line)) for label, *line in counts]
     return plain_table(title, ("class", "present", "absent", "unknown"), rows)
+
+
+LEVELS = {"good": "[green]good[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    rows = [(found.topic, LEVELS[found.level], escape(printable(found.text, 2000))) for found in findings]
+    return plain_table("check", ("about", "", "found"), rows, words=True)
 
 
 def result_table(result: Result) -> Table:

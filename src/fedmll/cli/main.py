@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fedmll.cli import compare, data, federation, keys, methods, predict, weights
+from fedmll.cli import compare, data, federation, keys, methods, predict, site, weights
 from fedmll.cli.options import (
     Asked,
     Device,
@@ -145,6 +145,7 @@ methods.register(app)
 app.add_typer(data.data_app, name="data")
 app.add_typer(weights.weights_app, name="weights")
 federation.register(app)
+site.register(app)
 app.add_typer(keys.keys_app, name="keys")
 
 

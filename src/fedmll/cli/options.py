@@ -29,6 +29,34 @@ SkipUnreadable = Annotated[
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting, e.g. training.lr=3e-4.")
 ]
+
+
+def take_settings(context: typer.Context, file: Path | None) -> Path | None:
+    """A command's own options from a TOML; what is said on the command line counts more."""
+    if file is None:
+        return None
+    from fedmll.errors import nearest
+    from fedmll.experiment import read_toml
+
+    known = {parameter.name or "" for parameter in context.command.params} - {"settings", "help"}
+    values = {name.replace("-", "_"): value for name, value in read_toml(file).items()}
+    strange = next((name for name in values if name not in known), None)
+    if strange is not None:
+        shown = [name.replace("_", "-") for name in known]
+        raise ConfigError(f"{file}: '{strange}' is no option of `{context.info_name}`{nearest(strange, shown)}")
+    repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
+    context.default_map = {
+        name: ",".join(map(str, value)) if isinstance(value, list) and name not in repeatable else value
+        for name, value in values.items()
+    }
+    return file
+
+
+Settings = Annotated[
+    Path | None,
+    typer.Option("--settings", metavar="FILE.toml", help="These options from a file: name = \"hospital-a\", …",
+                 is_eager=True, callback=take_settings),
+]  # fmt: skip
 Plugins = Annotated[
     list[Path] | None,
     typer.Option("--plugin", metavar="FILE.py", help="Python code with methods, data, … of your own; repeatable."),

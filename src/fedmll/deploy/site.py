@@ -42,6 +42,7 @@ class Site:
     limits: Limits = field(default_factory=Limits)
     asks: bool = False  # a person approves every experiment at the terminal; off: approved beforehand
     keep_cache: bool = False  # prepared images stay in the memory folder when the run is over
+    rename: tuple[tuple[str, str], ...] = ()  # its own names of classes, and the study's
 
     @property
     def reading(self) -> Reading:
@@ -70,7 +71,7 @@ class Summary:
 
 def check(site: Site, progress: Progress = silent) -> Summary:
     """Read the labels and open every image; a DataError names everything that is wrong."""
-    table = _table(site)
+    table = labels_of(site)
     if not table.paths:
         table.problems.report()
     encoded = folder.encoded(table)
@@ -111,7 +112,7 @@ def load(
     """The site's data as an experiment needs it. `classes` None: its label set is private, only its own count."""
     _check_folder(site)
     found = folder.read(site.csv, site.images, (shape[1], shape[2]), site.reading, progress)
-    table = found.table
+    table = _renamed(site, found.table)
     labels = table.labels if classes is None else _aligned(site, table, tuple(classes))
     _refuse_blank(site, labels)
     annotated = (labels != UNKNOWN).any(0)
@@ -128,7 +129,7 @@ def load(
 
 def sizes(site: Site, seed: int, holdout: float) -> tuple[int, int]:
     """Images to train on and held out, by the labels file alone: before any image is read."""
-    table = _table(site)
+    table = labels_of(site)
     if not table.paths:
         table.problems.report()
     train, held_out = _divided(site, table, seed, holdout)
@@ -137,7 +138,7 @@ def sizes(site: Site, seed: int, holdout: float) -> tuple[int, int]:
 
 def own_classes(site: Site) -> tuple[str, ...]:
     """That it annotates, in the order of a private client's rows."""
-    table = _table(site)
+    table = labels_of(site)
     known = (table.labels != UNKNOWN).any(0)
     return tuple(sorted(name for name, any_known in zip(table.classes, known, strict=True) if any_known))
 
@@ -152,9 +153,25 @@ def load_test(
     return samples.subset(np.flatnonzero(split == TEST)), samples.subset(np.flatnonzero(split == TRAIN)), found
 
 
-def _table(site: Site) -> LabelTable:
+def labels_of(site: Site) -> LabelTable:
+    """By the labels file alone, under the study's names."""
     _check_folder(site)
-    return read_labels(site.csv, site.images, site.reading)
+    return _renamed(site, read_labels(site.csv, site.images, site.reading))
+
+
+def _renamed(site: Site, table: LabelTable) -> LabelTable:
+    names = dict(site.rename)
+    strange = [name for name in names if name not in table.classes]
+    if strange:
+        raise DataError(
+            f"--rename names the class '{strange[0]}', and '{site.csv}' has none of that name"
+            f"{nearest(strange[0], table.classes)}"
+        )
+    classes = tuple(names.get(name, name) for name in table.classes)
+    twice = next((name for name in classes if classes.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"With --rename two columns of '{site.csv}' are called '{twice}'. Leave one out with --ignore.")
+    return replace(table, classes=classes)
 
 
 def _check_folder(site: Site) -> None:

@@ -191,6 +191,7 @@ def recall_site(path: Path) -> Site:
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     values |= {name: Path(values[name]) for name in ("csv", "images", "memory")}
     values["files"] = tuple(map(Path, values.get("files", ())))
+    values["rename"] = tuple((own, theirs) for own, theirs in values.get("rename", ()))
     limits = values.get("limits", {})
     values["limits"] = Limits(**limits | {"methods": tuple(limits.get("methods", ()))})
     return Site(**values)

@@ -1,0 +1,279 @@
+"""`fedmll check`: everything that would keep a site from joining, found before it does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from fedmll.cli.main import app
+from fedmll.deploy import checking, joining, keys
+from fedmll.deploy.checking import Checked, check_site
+from fedmll.deploy.site import Site, labels_of, load
+from fedmll.deploy.site_worker import recall_site, remember_site
+from fedmll.errors import DataError
+from fedmll.experiment import Experiment
+
+ROWS = ["1,0,1", "0,1,0", "1,1,", "0,0,1", "0,1,0", "1,0,1"]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    """Six images, three classes; nothing is wrong."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    lines = ["image,Mass,Effusion,Nodule"]
+    for number, labels in enumerate(ROWS):
+        Image.fromarray(generator.integers(0, 256, (9, 9), dtype=np.uint8)).save(folder / f"{number}.png")
+        lines.append(f"{number}.png,{labels}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
+    return Site("site-a", tmp_path / "labels.csv", folder, tmp_path / "memory")
+
+
+def rewrite(site: Site, change: dict[str, str]) -> None:
+    text = site.csv.read_text()
+    for old, new in change.items():
+        assert old in text
+        text = text.replace(old, new)
+    site.csv.write_text(text)
+
+
+def study(*classes: str, **more: object) -> Experiment:
+    return Experiment.make({"data": {"name": "none", "size": 32}, "sites": {"classes": classes, **more}})
+
+
+def said(found: Checked, topic: str) -> list[tuple[str, str]]:
+    return [(finding.level, finding.text) for finding in found.findings if finding.topic == topic]
+
+
+def test_nothing_is_wrong(site: Site) -> None:
+    found = check_site(site, study("Mass", "Effusion", "Nodule"))
+    assert found.errors == 0
+    assert [finding.level for finding in found.findings] == ["good"] * len(found.findings)
+    assert {finding.topic for finding in found.findings} == {"version", "data", "classes", "disk"}
+    assert found.summary is not None
+    assert found.summary.images == 6
+
+
+def test_spellings_are_recognised(site: Site) -> None:
+    found = check_site(site, study("Mass", "pleural effusion", "EFFUSION", "Nodules", "nodule_"))
+    texts = [text for _, text in said(found, "classes")]
+    assert "'Effusion' is no class of the study; did you mean 'EFFUSION'?" in texts[0]
+    assert "'Nodule' is no class of the study; did you mean 'nodule_'?" in texts[1]
+
+
+def test_all_problems_at_once(site: Site) -> None:
+    rewrite(site, {"Nodule": "Nodul", "3.png,0,0,1": "3.png,2,0,1"})
+    (site.images / "5.png").write_bytes(b"no image")
+    shutil.copy(site.images / "0.png", site.images / "1.png")
+    found = check_site(site, study("Mass", "Effusion", "Nodule", "Hernia"))
+    ((level, text),) = said(found, "data")
+    assert level == "error"
+    assert "'2'" in text
+    assert "5.png" in text
+    assert found.summary is None
+    names = said(found, "classes")
+    assert names[0][0] == "error"
+    assert "did you mean 'Nodule'?" in names[0][1]
+    assert names[1] == ("warning", "not annotated here, so unknown: Nodule, Hernia")
+    assert "'1.png' is '0.png'" in said(found, "images")[0][1]
+    assert found.errors == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "level", "words"),
+    [
+        (["1", "", "1", "", "1", ""], "error", "not a single 0"),
+        ([""] * 6, "warning", "blank everywhere"),
+        (["0", "0", "", "0", "0", "0"], "warning", "absent wherever it is known"),
+        (["1"] * 6, "warning", "present wherever it is known"),
+        (["1", "0", "1", "0", "0", "1"], "warning", "'Nodule' and 'Mass' have the same labels"),
+    ],
+)
+def test_columns(site: Site, column: list[str], level: str, words: str) -> None:
+    lines = site.csv.read_text().splitlines()
+    changed = [f"{line.rsplit(',', 1)[0]},{value}" for line, value in zip(lines[1:], column, strict=True)]
+    site.csv.write_text("\n".join([lines[0], *changed]) + "\n")
+    ((found, text),) = said(check_site(site), "labels")
+    assert found == level
+    assert words in text
+
+
+def test_copies_across_the_split_are_worse(site: Site) -> None:
+    lines = site.csv.read_text().splitlines()
+    parts = ["split", "train", "test", "train", "test", "train", "train"]
+    site.csv.write_text("\n".join(f"{line},{part}" for line, part in zip(lines, parts, strict=True)) + "\n")
+    for number in (1, 2):
+        shutil.copy(site.images / "0.png", site.images / f"{number}.png")
+    found = dict(said(check_site(site), "images"))
+    assert "1 images are also on the other side" in found["error"]
+    assert "'1.png' is '0.png'" in found["error"]
+    assert "'2.png' is '0.png'" in found["warning"]
+
+
+def test_patients(site: Site) -> None:
+    lines = site.csv.read_text().splitlines()
+    who = ["patient_id", "p1", "p1", "p2", "p2", "p3", "p3"]
+    site.csv.write_text("\n".join(f"{line},{name}" for line, name in zip(lines, who, strict=True)) + "\n")
+    grouped = Site(site.name, site.csv, site.images, site.memory, group="patient_id")
+    ((level, text),) = said(check_site(grouped), "patients")
+    assert (level, text[:1]) == ("good", "3")
+    ignored = Site(site.name, site.csv, site.images, site.memory, ignore=("patient_id",))
+    ((level, text),) = said(check_site(ignored), "patients")
+    assert level == "warning"
+    assert "--group patient_id" in text
+
+
+def test_disk(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 200_000_000 + 6 * 3 * 32 * 32})()
+    monkeypatch.setattr(checking.shutil, "disk_usage", lambda path: usage)
+    wanted = study("Mass", "Effusion", "Nodule")
+    assert said(check_site(site, wanted), "disk")[0][0] == "error"
+    usage.free += 1
+    assert said(check_site(site, wanted), "disk")[0][0] == "good"
+    assert said(check_site(site), "disk")[0][0] == "error"  # 224 pixels
+
+
+def test_own_names_of_classes(site: Site) -> None:
+    renamed = Site(site.name, site.csv, site.images, site.memory, rename=(("Nodule", "Lung nodule"),))
+    assert check_site(renamed, study("Mass", "Effusion", "Lung nodule")).errors == 0
+    data = load(renamed, ("Lung nodule", "Mass", "Effusion"), (1, 9, 9), 0, 0.0)
+    assert data.train.labels[:, 0].tolist() == [1, 0, -1, 1, 0, 1]
+    remember_site(renamed, site.memory.with_name("site.json"))
+    assert recall_site(site.memory.with_name("site.json")).rename == renamed.rename
+    for rename, words in (((("Nodul", "x"),), "did you mean 'Nodule'"), ((("Mass", "Nodule"),), "two columns")):
+        with pytest.raises(DataError, match=words):
+            labels_of(Site(site.name, site.csv, site.images, site.memory, rename=rename))
+
+
+class Late(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response_only(404)
+        self.send_header("Date", "Mon, 01 Jan 2024 00:00:00 GMT")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_keys_server_and_clock(site: Site, tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    keys.init(folder, ["localhost"])
+    private, _ = keys.new_node(folder, "site-a")
+    server = HTTPServer(("127.0.0.1", 0), Late)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"127.0.0.1:{server.server_port}"
+    try:
+        found = check_site(site, access=joining.Access(address, None, private, 0))
+        assert said(found, "server") == [("good", f"{address} answers")]
+        ((level, text),) = said(found, "clock")
+        assert level == "error"
+        assert "ahead of the server" in text
+        found = check_site(site, access=joining.Access(address, folder / "ca.crt", private, 0))
+        assert "does not speak TLS" in said(found, "server")[0][1]
+        assert said(found, "keys")[0][0] == "good"
+    finally:
+        server.shutdown()
+        server.server_close()
+    found = check_site(site, access=joining.Access(address, folder / "ca.crt", private, 0))
+    assert "not reachable" in said(found, "server")[0][1]
+    private.chmod(0o644)
+    (tmp_path / "bad.key").write_text("no key")
+    found = check_site(site, access=joining.Access(address, folder / "none.crt", private, 0))
+    assert {("warning", f"{private} can be read by others: chmod 600")} < set(said(found, "keys"))
+    assert any("none.crt does not exist" in text for _, text in said(found, "keys"))
+    assert not said(found, "server")
+    (tmp_path / "bad.key").chmod(0o600)
+    found = check_site(site, access=joining.Access(address, private, tmp_path / "bad.key", 0))
+    assert [
+        next(word for word in ("not a key", "not a certificate") if word in text) for _, text in said(found, "keys")
+    ] == ["not a key", "not a certificate"]
+
+
+def test_a_certificate_that_ends(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "keys"
+    for days, level in ((0, "error"), (20, "warning"), (400, "good")):
+        monkeypatch.setattr("fedmll.deploy.certificates.CA_DAYS", days + 0.5)
+        keys.init(folder / str(days), ["localhost"])
+        access = joining.Access(free(), folder / str(days) / "ca.crt", None, 0)
+        assert said(check_site(site, access=access), "keys") == [(level, f"ca.crt ends in {days} days")]
+
+
+def free() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+class TestCommand:
+    def test_good(self, site: Site, tmp_path: Path) -> None:
+        out = tmp_path / "check.json"
+        done = CliRunner().invoke(
+            app, ["check", "--csv", str(site.csv), "--images", str(site.images), "--out", str(out)]
+        )
+        assert done.exit_code == 0, done.output
+        assert json.loads(out.read_text())["errors"] == 0
+
+    def test_bad_from_settings_and_study(self, site: Site, tmp_path: Path) -> None:
+        (tmp_path / "names.csv").write_text("own,study\nMass,mass\n")
+        (tmp_path / "study.toml").write_text('[data]\nname = "none"\n[sites]\nclasses = ["mass", "Nodule"]\n')
+        (tmp_path / "site.toml").write_text(
+            f'csv = "{site.csv}"\nimages = "{site.images}"\nrename = "{tmp_path / "names.csv"}"\n'
+            f'memory = "{site.memory}"\nstudy = "{tmp_path / "study.toml"}"\nskip-unreadable = true\n'
+        )
+        done = CliRunner().invoke(app, ["check", "--settings", str(tmp_path / "site.toml")])
+        assert done.exit_code == 1, done.output
+        assert "'Effusion' is no class of the study" in done.output
+        assert "'Mass'" not in done.output
+        done = CliRunner().invoke(app, ["check", "--settings", str(tmp_path / "site.toml"), "--ignore", "Effusion"])
+        assert done.exit_code == 0, done.output
+
+    def test_lists_in_settings(self, site: Site, tmp_path: Path) -> None:
+        (tmp_path / "site.toml").write_text('ignore = ["Effusion", "Mass"]\n')
+        given = ["check", "--csv", str(site.csv), "--images", str(site.images)]
+        done = CliRunner().invoke(app, [*given, "--settings", str(tmp_path / "site.toml")])
+        assert done.exit_code == 0, done.output
+        assert "Nodule" in done.output
+        assert "Effusion" not in done.output
+
+    def test_a_setting_that_is_none(self, tmp_path: Path) -> None:
+        (tmp_path / "site.toml").write_text("max-round = 3\n")
+        done = CliRunner().invoke(app, ["join", "--settings", str(tmp_path / "site.toml")])
+        assert done.exit_code != 0
+        assert "did you mean 'max-rounds'?" in str(done.exception) + done.output
+
+    def test_a_file_that_renames_nothing(self, site: Site, tmp_path: Path) -> None:
+        (tmp_path / "names.csv").write_text("local;study\n")
+        (tmp_path / "broken.csv").write_text("own,study\nMass\n")
+        for name in ("names.csv", "broken.csv", "none.csv"):
+            done = CliRunner().invoke(
+                app,
+                ["check", "--csv", str(site.csv), "--images", str(site.images), "--rename", str(tmp_path / name)],
+            )
+            assert "columns own and study" in str(done.exception) + done.output
+
+
+def test_the_whole_command_of_join_from_a_file(site: Site, tmp_path: Path) -> None:
+    """A service has one short line: everything else is in the file, also the server's address."""
+    (tmp_path / "site.toml").write_text(
+        f'server = "{free()}"\nname = "site-a"\ncsv = "{site.csv}"\nimages = "{site.images}"\ninsecure = true\n'
+        f'memory = "{site.memory}"\npatience = 0\nyes = true\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fedmll", "join", "--settings", str(tmp_path / "site.toml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "is not reachable" in done.stderr
