@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +53,10 @@ def classes_shown(run: SavedRun) -> NDArray[np.int64]:
     return np.sort(np.argsort(-frequency, kind="stable")[:MOST])
 
 
-def data_of(run: SavedRun, progress: Progress = silent, *, root: Path | str | None = None) -> Dataset:
-    """The run's test data, where it is still what it was. `root`: where it lies now, if it has moved."""
-    moved = {} if root is None else {"data.root": str(root)}
-    data = federation.build(run.experiment.changed(moved), progress)
+def data_of(run: SavedRun, progress: Progress = silent, *, moved: Mapping[str, Any] | None = None) -> Dataset:
+    """The run's test data, where it is still what it was. `moved`: where it lies now, {"root": …} or {"name": …}."""
+    now = {f"data.{key}": value for key, value in (moved or {}).items()}
+    data = federation.build(run.experiment.changed(now) if now else run.experiment, progress)
     check_data(run.folder, data.facts)
     return data.test
 
