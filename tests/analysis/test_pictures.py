@@ -176,7 +176,7 @@ def test_c_trans_attention(runs: dict[str, SavedRun], small_federation: Federati
     learner, found = saved.learner, attention.looks(saved, test)
     with torch.no_grad():
         image = learner.task.inputs(torch.from_numpy(test.samples(np.array([found[0].sample]))))
-        expected = learner.model.attention(image)[0, :, found[0].label].mean(0)
+        expected = learner.model.class_maps(image)[0, :, found[0].label].mean(0)
     assert np.allclose(found[0].weights, expected.numpy(), atol=1e-6)
     assert 0 < found[0].share < 0.999
     picture = attention.picture(saved, test)

@@ -87,11 +87,10 @@ def test_attention_is_the_last_layers_from_labels_to_the_image() -> None:
     _, weights = torchs(tokens, tokens, tokens, need_weights=True, average_attn_weights=False)
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
     expected = weights[:, :, -CLASSES:, : rows * columns].reshape(2, 4, CLASSES, rows, columns)
-    found = net.attention(images)
+    found = net.class_maps(images)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     to_labels = weights[:, :, -CLASSES:, rows * columns :].sum(-1)
     torch.testing.assert_close(found.sum((-1, -2)) + to_labels, torch.ones(2, 4, CLASSES))
-    assert net.attends
 
 
 def test_no_states_means_all_unknown() -> None:

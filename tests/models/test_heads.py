@@ -208,7 +208,7 @@ def test_prototype_classifier_with_and_without_its_parts() -> None:
     assert both.attention(x).shape == (4, 4, 5, 1, 1)
     scaled = PrototypeClassifier(backbone, 5, etf, both.ladm, logit_scale=10.0)
     torch.testing.assert_close(scaled(x), 10 * both(x))
-    assert both.attends and not neither.attends
+    assert torch.equal(both.class_maps(x), both.attention(x)) and neither.class_maps(x) is None
     with pytest.raises(ConfigError, match=r"ladm = false"):
         neither.attention(x)
 

@@ -42,7 +42,7 @@ def looks(run: SavedRun, data: Dataset, images: int = IMAGES, most: int = CLASSE
     """Of the classes that are there, in images that show two where there are enough of them. Empty where the model has
     no attention, the samples are no images, or a map would be a single square."""
     learner = learner_of(run)
-    if learner is None or not learner.model.attends or not data.is_images:
+    if learner is None or not data.is_images:
         return []
     seed = run.summary["seed"]
     chosen = drawn(data, images, seed, "attention", labels=2)
@@ -52,11 +52,12 @@ def looks(run: SavedRun, data: Dataset, images: int = IMAGES, most: int = CLASSE
         return []
     with torch.inference_mode():
         seen = learner.method.seen(learner.task.seen(data, chosen))
-        maps = learner.model.attention(seen).mean(1).numpy()
-    if maps[0, 0].size == 1:
+        maps = learner.model.class_maps(seen)
+    if maps is None or maps[0, 0, 0].numel() == 1:
         return []
+    mean = maps.mean(1).numpy()
     return [
-        Look(int(sample), int(label), maps[place, label])
+        Look(int(sample), int(label), mean[place, label])
         for place, sample in enumerate(chosen)
         for label in np.flatnonzero(data.labels[sample] == PRESENT)[:most]
     ]

@@ -102,11 +102,7 @@ class CTran(Network):
     def class_vectors(self) -> dict[str, Tensor]:
         return {"label embeddings": self.labels, CLASSIFIER_ROWS: self.weight}
 
-    @property
-    def attends(self) -> bool:
-        return True
-
-    def attention(self, images: Tensor) -> Tensor:
+    def class_maps(self, images: Tensor) -> Tensor:
         """Where each label's token looks in the image, in the last layer and with nothing known of the labels. What a
         map lacks of 1 goes to the labels' tokens."""
         image_map = self.tokens(images)

@@ -196,9 +196,8 @@ class PrototypeClassifier(Network):
             return found
         return found | {"queries": self.ladm.queries}
 
-    @property
-    def attends(self) -> bool:
-        return self.ladm is not None
+    def class_maps(self, images: Tensor) -> Tensor | None:
+        return None if self.ladm is None else self.attention(images)
 
     def attention(self, images: Tensor) -> Tensor:
         """The LADM's maps (batch, heads, classes, rows, columns), for pictures of where each class looks."""

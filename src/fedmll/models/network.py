@@ -41,14 +41,9 @@ class Network(nn.Module):
         """What the head itself has of every class, by what it is: (classes, width)."""
         return {}
 
-    @property
-    def attends(self) -> bool:
-        """Whether `attention` can say where each class looks."""
-        return False
-
-    def attention(self, images: Tensor) -> Tensor:
-        """(batch, heads, classes, rows, columns): shares of a class's attention, in all 1 at most."""
-        raise NotImplementedError
+    def class_maps(self, images: Tensor) -> Tensor | None:
+        """Where each class looks, for heads that attend: (batch, heads, classes, rows, columns), shares of 1."""
+        return None
 
 
 class Classifier(Network):
