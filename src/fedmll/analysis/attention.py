@@ -87,7 +87,7 @@ def _drawn(found: list[Look], run: SavedRun, data: Dataset) -> Figure:
     """A line an image: itself, then with each map."""
     samples = list(dict.fromkeys(look.sample for look in found))
     columns = 1 + max(sum(look.sample == sample for look in found) for sample in samples)
-    figure = canvas(TILE * columns + 0.9, (TILE + 0.3) * len(samples))
+    figure = canvas(TILE * columns + 0.9, (TILE + 0.4) * len(samples))
     grid: Any = figure.subplots(len(samples), columns, squeeze=False)
     scale = ScalarMappable(Normalize(0, max(float(look.weights.max()) for look in found)), "viridis")
     for line, sample in zip(grid, samples, strict=True):
@@ -102,7 +102,7 @@ def _drawn(found: list[Look], run: SavedRun, data: Dataset) -> Figure:
             if place:
                 look = mine[place - 1]
                 axes.imshow(look.weights, cmap=scale.cmap, norm=scale.norm, alpha=0.6, extent=(0, width, height, 0))
-                part = "" if look.share > 0.999 else f" ({100 * look.share:.0f} % on the image)"
+                part = "" if look.share > 0.999 else f"\n{100 * look.share:.0f} % on the image"
                 axes.set_title(run.classes[look.label] + part, fontsize=8)
     bar = colour_bar(figure, scale, grid.ravel(), "share of attention", shrink=0.5)
     bar.ax.axhline(float(np.mean([look.weights for look in found])), color="white", linestyle=":")
