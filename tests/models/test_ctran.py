@@ -73,6 +73,26 @@ def test_model_is_torchs_encoder_over_image_and_label_tokens() -> None:
     assert net.layers[0].attention.heads == 4
 
 
+def test_attention_is_the_last_layers_from_labels_to_the_image() -> None:
+    """As torch's own attention gives it, after all layers but the last."""
+    net = model().eval()
+    randomised(net)
+    images = torch.randn(2, 1, 8, 8)
+    rows, columns = net.tokens(images).shape[2:]
+    image_tokens = net.tokens(images).flatten(2).transpose(1, 2)
+    tokens = net.norm(torch.cat([image_tokens, net.labels.expand(2, -1, -1)], 1))
+    for layer in net.layers[:-1]:
+        tokens = as_torchs(layer)(tokens)
+    torchs = as_torchs(net.layers[-1]).self_attn
+    _, weights = torchs(tokens, tokens, tokens, need_weights=True, average_attn_weights=False)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+    expected = weights[:, :, -CLASSES:, : rows * columns].reshape(2, 4, CLASSES, rows, columns)
+    found = net.class_maps(images)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    to_labels = weights[:, :, -CLASSES:, rows * columns :].sum(-1)
+    torch.testing.assert_close(found.sum((-1, -2)) + to_labels, torch.ones(2, 4, CLASSES))
+
+
 def test_no_states_means_all_unknown() -> None:
     net = model().eval()
     images = torch.randn(2, 1, 8, 8)

@@ -208,8 +208,26 @@ def test_prototype_classifier_with_and_without_its_parts() -> None:
     assert both.attention(x).shape == (4, 4, 5, 1, 1)
     scaled = PrototypeClassifier(backbone, 5, etf, both.ladm, logit_scale=10.0)
     torch.testing.assert_close(scaled(x), 10 * both(x))
+    assert torch.equal(both.class_maps(x), both.attention(x)) and neither.class_maps(x) is None
     with pytest.raises(ConfigError, match=r"ladm = false"):
         neither.attention(x)
+
+
+def test_class_vectors() -> None:
+    """What is fixed and the same is said once."""
+    backbone, etf = Mlp(3, (16,)), simplex_etf(16, 5, 0)
+    learned = Ladm(torch.randn(5, 16), learnable=True)
+    found = {
+        "fixed": PrototypeClassifier(backbone, 5, etf, Ladm(etf)),
+        "learned queries": PrototypeClassifier(backbone, 5, etf, learned),
+        "linear": PrototypeClassifier(backbone, 5, None, Ladm(etf)),
+    }
+    vectors = {name: network.class_vectors() for name, network in found.items()}
+    assert list(vectors["fixed"]) == ["classifier rows"]
+    assert torch.equal(vectors["fixed"]["classifier rows"], etf)
+    assert vectors["learned queries"]["queries"] is learned.queries
+    assert vectors["linear"]["classifier rows"] is found["linear"].prototypes
+    assert torch.equal(vectors["linear"]["queries"], etf)
 
 
 def test_the_etf_is_no_part_of_what_is_sent() -> None:

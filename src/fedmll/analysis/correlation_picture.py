@@ -6,27 +6,29 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from fedmll.analysis.look import INK, NAMED, canvas, colour_bar, dressed, or_none, square
+from fedmll.analysis.opened import classes_shown, kept_predictions, records_of
+from fedmll.analysis.picture import Picture
 from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.files import replacing
 from fedmll.methods.parts.correlation import StreamedCorrelation, default_clusters, label_correlation, spectral_blocks
-from fedmll.running.saved import load_run
+from fedmll.running.saved import SavedRun, load_run
 
 Matrix = NDArray[np.float64]
 
-NAMED = 40  # with more classes than this their names would not fit
 FILE = "correlation.safetensors"  # in the run's folder
 
 
@@ -47,28 +49,49 @@ class RunCorrelations:
 def of_run(folder: Path, prepared: Federation | None = None) -> RunCorrelations:
     """Of a finished run; also written into its folder. `prepared`: its data, if it is loaded already."""
     saved = load_run(folder)
-    experiment = saved.experiment
-    data = prepared or federation.build(experiment)
-    scores = torch.from_numpy(saved.predict(data.test))
-    learned = StreamedCorrelation(scores.shape[1])
-    learned.add(scores)
-    true = label_correlation(data.test.labels)
-    blocks = spectral_blocks(torch.from_numpy(np.nan_to_num(true)), default_clusters(len(true)), experiment.seed)
-    matrix = learned.matrix().double().numpy()
-    found = RunCorrelations(data.test.classes, matrix, true, _last_consensus(folder), blocks.numpy())
-    tensors = {name: torch.from_numpy(matrix.copy()) for name, matrix in found.matrices.items()} | {"blocks": blocks}
+    test = (prepared or federation.build(saved.experiment)).test
+    found = correlations(saved, saved.predict(test), test.labels, np.arange(len(test.classes)))
+    tensors = {name: torch.from_numpy(matrix.copy()) for name, matrix in found.matrices.items()}
+    tensors["blocks"] = torch.from_numpy(found.blocks)
     with replacing(folder / FILE) as temporary:
         save_file(tensors, temporary, {"classes": json.dumps(found.classes)})
     return found
 
 
-def _last_consensus(folder: Path) -> Matrix | None:
-    """From the run's records, newest first."""
-    for path in sorted((folder / "records").glob("*.safetensors"), reverse=True):
-        consensus = load_file(path).get("consensus")
-        if consensus is not None:
-            return consensus.double().numpy()
-    return None
+def correlations(
+    run: SavedRun, scores: NDArray[np.float32], labels: NDArray[np.int8], shown: NDArray[np.int64]
+) -> RunCorrelations:
+    """Of the classes `shown`; `scores` and `labels` are of all."""
+    learned = StreamedCorrelation(len(shown))
+    learned.add(torch.from_numpy(scores[:, shown]))
+    true = label_correlation(labels[:, shown])
+    blocks = spectral_blocks(torch.from_numpy(np.nan_to_num(true)), default_clusters(len(true)), run.summary["seed"])
+    agreed = [found["consensus"] for found in records_of(run, "consensus", last=True).values()]
+    consensus = agreed[0].double().numpy()[np.ix_(shown, shown)] if agreed else None
+    names = tuple(run.classes[c] for c in shown)
+    return RunCorrelations(names, learned.matrix().double().numpy(), true, consensus, blocks.numpy())
+
+
+def picture(run: SavedRun) -> Picture | None:
+    """From the kept predictions; None where there are none, or no pair of classes."""
+    kept, shown = kept_predictions(run), classes_shown(run)
+    if kept is None or len(shown) < 2:
+        return None
+    found = correlations(run, kept.probabilities, kept.targets, shown)
+    rows = [
+        {"class": found.classes[a], "other": found.classes[b]}
+        | {name: or_none(matrix[a, b]) for name, matrix in found.matrices.items()}
+        for a, b in combinations(np.argsort(found.blocks, kind="stable").tolist(), 2)
+    ]
+    words = (
+        "Which labels go together: in the model's predictions on the test data (learned), in the test data's labels "
+        "(true)"
+        + ("" if found.consensus is None else " and as the clients agreed in the last round (consensus)")
+        + ". Labels are in the order of the blocks of the truth, framed; r is the correlation with the truth over all "
+        "pairs: 1 is the same structure (FedHarmony, Fig. 4)."
+    )
+    figure = dressed(panels(found.matrices, found.classes, found.blocks))
+    return Picture("correlation", "Learned and true label correlation", words, figure, rows)
 
 
 def distance(first: Matrix, second: Matrix) -> float:
@@ -95,44 +118,33 @@ def draw(
     blocks: NDArray[np.int64],
     true: str = "true",
 ) -> None:
+    """The picture as a file, on white."""
+    figure = panels(matrices, classes, blocks, true)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.lstrip(".") or "png", dpi=150, facecolor="white")
+
+
+def panels(
+    matrices: Mapping[str, Matrix], classes: Sequence[str], blocks: NDArray[np.int64], true: str = "true"
+) -> Figure:
     """Matrices side by side, labels in the order of their blocks; each with its distance from the one called `true`."""
     order = np.argsort(blocks, kind="stable")
     reference = matrices[true]
-    limit = max(0.1, float(np.nanquantile(np.abs(_off_diagonal(reference)), 0.99)))
+    off_diagonal = ~np.eye(len(reference), dtype=bool)
+    limit = max(0.1, float(np.nanquantile(np.abs(reference[off_diagonal]), 0.99)))
     side = 3.6 if len(classes) <= NAMED else 4.4
-    width = side * len(matrices) + 2.2
-    figure = Figure(figsize=(width, side + 1.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels: Any = figure.subplots(1, len(matrices), sharey=True, squeeze=False)
-    for axes, (name, matrix) in zip(panels[0], matrices.items(), strict=True):
-        mesh = axes.imshow(_off_diagonal(matrix)[np.ix_(order, order)], cmap=_colours(), vmin=-limit, vmax=limit)
+    figure = canvas(side * len(matrices) + 2.2, side + 1.6)
+    line: Any = figure.subplots(1, len(matrices), sharey=True, squeeze=False)
+    for axes, (name, matrix) in zip(line[0], matrices.items(), strict=True):
+        mesh = square(axes, matrix[np.ix_(order, order)], [classes[c] for c in order], limit)
         gap = (
             "" if name == true else f"\ndistance {distance(matrix, reference):.2f}, r {likeness(matrix, reference):.2f}"
         )
         axes.set_title(name + gap, fontsize=10)
         _outline(axes, blocks[order])
-        if len(classes) <= NAMED:
-            axes.set_xticks(range(len(classes)), [classes[c] for c in order], rotation=90, fontsize=7)
-            axes.set_yticks(range(len(classes)), [classes[c] for c in order], fontsize=7)
-        else:
-            axes.set_xticks([])
-            axes.set_yticks([])
-        axes.tick_params(length=0, labelleft=axes is panels[0][0])
-    figure.colorbar(mesh, ax=panels[0].tolist(), shrink=0.6, pad=0.01, label="label correlation (Eq. 2)")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.lstrip(".") or "png", dpi=150)
-
-
-def _off_diagonal(matrix: Matrix) -> Matrix:
-    hollow = matrix.copy()
-    np.fill_diagonal(hollow, np.nan)
-    return hollow
-
-
-def _colours() -> Any:
-    import matplotlib
-
-    return matplotlib.colormaps["RdBu_r"].with_extremes(bad="0.85")
+        axes.tick_params(labelleft=axes is line[0][0])
+    colour_bar(figure, mesh, line[0], "label correlation (Eq. 2)")
+    return figure
 
 
 def _outline(axes: Axes, sorted_blocks: NDArray[np.int64]) -> None:
@@ -141,4 +153,4 @@ def _outline(axes: Axes, sorted_blocks: NDArray[np.int64]) -> None:
         places = np.flatnonzero(sorted_blocks == block)
         if len(places) > 1:
             corner, side = places[0] - 0.5, len(places)
-            axes.add_patch(Rectangle((corner, corner), side, side, fill=False, edgecolor="0.2", linewidth=0.8))
+            axes.add_patch(Rectangle((corner, corner), side, side, fill=False, edgecolor=INK, linewidth=1))

@@ -1,16 +1,25 @@
 """Which labels a round's clients have. With few labels a client and few clients a round, a label may be absent from all
-of them: its classifier row then learns nothing, and the pairwise tuning loss goes wrong. Known before any training."""
+of them: its classifier row then learns nothing, and the pairwise tuning loss goes wrong. Known before any training; a
+run with private labels writes it down, and there is a picture of it."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Sequence
+from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from fedmll.analysis.look import COLOURS, NAMED, canvas, colour_bar, dressed
+from fedmll.analysis.opened import classes_shown, records_of
+from fedmll.analysis.picture import Picture
 from fedmll.data.federation import Federation
+from fedmll.running.saved import SavedRun
 
 
 def coverage(federation: Federation, rounds: int) -> NDArray[np.int64]:
@@ -44,3 +53,43 @@ def as_csv(counts: NDArray[np.int64], classes: Sequence[str]) -> str:
     writer.writerow(["round", *classes])
     writer.writerows([number, *row] for number, row in enumerate(counts.tolist(), 1))
     return text.getvalue()
+
+
+def of_run(run: SavedRun) -> Picture | None:
+    """By round, as the run wrote it down; None where it did not (only methods for private labels do)."""
+    records = records_of(run, "coverage")
+    if not records:
+        return None
+    shown = classes_shown(run)
+    counts = np.stack([tensors["coverage"].numpy()[shown] for tensors in records.values()])
+    names, rounds = [run.classes[c] for c in shown], list(records)
+    rows = [{"round": n} | dict(zip(names, row, strict=True)) for n, row in zip(rounds, counts.tolist(), strict=True)]
+    gaps = [longest_gap(column) for column in counts.T]
+    worst = int(np.argmax(gaps))
+    found = (
+        f"The longest gap is {gaps[worst]} rounds ({names[worst]})."
+        if gaps[worst] > 1
+        else f"In {int((counts == 0).any(1).sum())} of {len(rounds)} rounds some label was missing."
+    )
+    words = f"How many of a round's clients have each label. Where nobody has it, its row learns nothing. {found}"
+    return Picture("coverage", "Label coverage by round", words, _drawn(counts, names, rounds), rows)
+
+
+def _drawn(counts: NDArray[np.int64], names: Sequence[str], rounds: Sequence[int]) -> Figure:
+    height = 0.2 * len(names) if len(names) <= NAMED else 5.0
+    figure = canvas(7.0, max(2.0, height + 1.0))
+    axes = figure.subplots()
+    colours = matplotlib.colormaps["cividis"].with_extremes(under=COLOURS[3])
+    edges = (rounds[0] - 0.5, rounds[-1] + 0.5, len(names) - 0.5, -0.5)
+    most = max(2, int(counts.max()))
+    mesh = axes.imshow(counts.T, cmap=colours, vmin=1, vmax=most, aspect="auto", extent=edges, interpolation="none")
+    named = len(names) <= NAMED
+    axes.set_yticks(range(len(names)) if named else [], names if named else [], fontsize=7)
+    axes.set_xlabel("round", fontsize=8)
+    axes.tick_params(length=0, labelsize=7)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
+    colour_bar(figure, mesh, [axes], "clients").set_ticks(sorted({1, (1 + most) // 2, most}))
+    if (counts == 0).any():
+        above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+        axes.legend(handles=[Patch(color=COLOURS[3], label="nobody")], frameon=False, fontsize=8, **above)
+    return dressed(figure)

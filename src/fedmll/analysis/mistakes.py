@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll import files
-from fedmll.data import federation
+from fedmll.analysis.opened import data_of
 from fedmll.data.dataset import ABSENT, PRESENT
 from fedmll.data.images.cache import Progress, silent
 from fedmll.errors import ConfigError
-from fedmll.running.folder import check_data
 from fedmll.running.predictions import Predictions
 from fedmll.running.saved import SavedRun
 
@@ -47,11 +46,10 @@ def mistakes(kept: Predictions, top: int, thresholds: NDArray[np.floating] | Non
 
 def images_of(run: SavedRun, progress: Progress = silent) -> NDArray[np.uint8]:
     """The store of the run's test data, where it is still what it was."""
-    data = federation.build(run.experiment, progress)
-    if not data.test.is_images:
+    test = data_of(run, progress)
+    if not test.is_images:
         raise ConfigError("The run's samples are feature vectors: there is nothing to see.")
-    check_data(run.folder, data.facts)
-    return np.asarray(data.test.store)
+    return np.asarray(test.store)
 
 
 def draw(path: Path, kept: Predictions, found: dict[str, list[Mistake]], store: NDArray[np.uint8]) -> None:

@@ -213,11 +213,15 @@ class Method:
         label is its own probability."""
         if known is not None and "states" not in self.network_head.gives:
             raise ConfigError(f"The head '{self.network_head.name}' cannot use known labels; ctran and text-query can.")
+        teacher = next(part for part in self.list if "targets" in part.jobs)
+        scores = teacher.probabilities(model(self.seen(images), known))
+        return scores if known is None else torch.where(known < 0, scores, known.to(scores.dtype))
+
+    def seen(self, images: Tensor) -> Tensor:
+        """As the network gets them where it predicts."""
         for part in self.overriding("inputs"):
             images = part.inputs(images, under(part.name, self.received))
-        teacher = next(part for part in self.list if "targets" in part.jobs)
-        scores = teacher.probabilities(model(images, known))
-        return scores if known is None else torch.where(known < 0, scores, known.to(scores.dtype))
+        return images
 
     def overriding(self, hook: str) -> list[Part]:
         """The parts that do something there: the others cost nothing a step."""

@@ -28,7 +28,7 @@ from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.ridge import FromSums, Summing
 from fedmll.models.backbones import Backbone
 from fedmll.models.heads import orthonormal
-from fedmll.models.network import Network
+from fedmll.models.network import CLASSIFIER_ROWS, Network
 from fedmll.threads import one_thread
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ class SphereNetwork(Network):
 
     def logits(self, features: Tensor) -> Tensor:
         return 4 * (F.linear(features, self.classifier) - 0.5)
+
+    def class_vectors(self) -> dict[str, Tensor]:
+        return {CLASSIFIER_ROWS: self.classifier}
 
 
 class Sphere(Head):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fedmll.models.backbones import Backbone
 from fedmll.models.heads import Attention, dropout, per_label
-from fedmll.models.network import Network
+from fedmll.models.network import CLASSIFIER_ROWS, Network
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,17 @@ class CTran(Network):
 
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         """The labels' tokens (batch, classes, width) as they come out. `states` None: all unknown."""
-        image_tokens = self.tokens(images).flatten(2).transpose(1, 2)
-        tokens = self.norm(torch.cat([image_tokens, self.label_tokens(states, images.shape[0])], dim=1))
-        for layer in self.layers[:-1]:
-            tokens = layer(tokens, tokens)
+        tokens = self._before_last(self.tokens(images), states)
         labels: Tensor = self.layers[-1](tokens[:, -len(self.labels) :], tokens)  # nobody asks for the image's any more
         return labels
+
+    def _before_last(self, image_map: Tensor, states: Tensor | None) -> Tensor:
+        """The image's and the labels' tokens (batch, S + classes, width) as the last layer sees them."""
+        image_tokens = image_map.flatten(2).transpose(1, 2)
+        tokens: Tensor = self.norm(torch.cat([image_tokens, self.label_tokens(states, image_map.shape[0])], dim=1))
+        for layer in self.layers[:-1]:
+            tokens = layer(tokens, tokens)
+        return tokens
 
     def logits(self, features: Tensor) -> Tensor:
         return per_label(features, self.weight, self.bias)
@@ -93,6 +98,19 @@ class CTran(Network):
             return self.labels.expand(batch, -1, -1)
         table = F.pad(self.states, (0, 0, 1, 0))
         return self.labels + F.embedding(states.long() + 1, table)
+
+    def class_vectors(self) -> dict[str, Tensor]:
+        return {"label embeddings": self.labels, CLASSIFIER_ROWS: self.weight}
+
+    def class_maps(self, images: Tensor) -> Tensor:
+        """Where each label's token looks in the image, in the last layer and with nothing known of the labels. What a
+        map lacks of 1 goes to the labels' tokens."""
+        image_map = self.tokens(images)
+        tokens, classes = self._before_last(image_map, None), len(self.labels)
+        last = self.layers[-1]
+        assert isinstance(last, EncoderLayer)
+        weights = last.attention.weights(tokens[:, -classes:], tokens)
+        return weights[..., :-classes].unflatten(-1, image_map.shape[2:])
 
 
 def _uniform(width: int, *shape: int) -> Tensor:

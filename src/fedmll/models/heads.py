@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedmll.errors import ConfigError
 from fedmll.models.backbones import Backbone
-from fedmll.models.network import Network
+from fedmll.models.network import CLASSIFIER_ROWS, Network
 from fedmll.seeding import numpy_generator
 
 
@@ -189,6 +189,15 @@ class PrototypeClassifier(Network):
         score = per_label if features.dim() == 3 else F.linear
         logits = score(features, self.prototypes, self.bias)
         return logits if self.scale is None else logits * self.scale
+
+    def class_vectors(self) -> dict[str, Tensor]:
+        found = {CLASSIFIER_ROWS: self.prototypes}
+        if self.ladm is None or torch.equal(self.ladm.queries, self.prototypes):
+            return found
+        return found | {"queries": self.ladm.queries}
+
+    def class_maps(self, images: Tensor) -> Tensor | None:
+        return None if self.ladm is None else self.attention(images)
 
     def attention(self, images: Tensor) -> Tensor:
         """The LADM's maps (batch, heads, classes, rows, columns), for pictures of where each class looks."""

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from fedmll.models.backbones import Backbone
 from fedmll.models.frozen import tokens_of
 
+CLASSIFIER_ROWS = "classifier rows"  # among a network's class vectors
+
 
 class Network(nn.Module):
     """`features` are (batch, width), or (batch, classes, width) where every class reads its own."""
@@ -33,6 +35,16 @@ class Network(nn.Module):
     def forward(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         return self.logits(self.features(images, states))
 
+    # ---- for pictures
+
+    def class_vectors(self) -> dict[str, Tensor]:
+        """What the head itself has of every class, by what it is: (classes, width)."""
+        return {}
+
+    def class_maps(self, images: Tensor) -> Tensor | None:
+        """Where each class looks, for heads that attend: (batch, heads, classes, rows, columns), shares of 1."""
+        return None
+
 
 class Classifier(Network):
     """Mean over the tokens, linear head: what FedAvg and its family train."""
@@ -44,3 +56,6 @@ class Classifier(Network):
     def logits(self, features: Tensor) -> Tensor:
         logits: Tensor = self.head(features)
         return logits
+
+    def class_vectors(self) -> dict[str, Tensor]:
+        return {CLASSIFIER_ROWS: self.head.weight}
