@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "fedmll"
-LEAVES = ("errors", "seeding", "files", "message", "threads", "registry")
+LEAVES = ("errors", "seeding", "files", "message", "threads", "processes", "registry")
 ROOMS = (
     *("settings", "experiment", "data", "models", "client", "methods", "evaluation", "engines", "running", "analysis"),
     *("deploy", "cli", "testing"),

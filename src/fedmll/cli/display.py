@@ -12,9 +12,9 @@ from fedmll.cli.tables import console, errors, plain_table, say
 from fedmll.data.federation import Federation
 from fedmll.deploy.site import Summary
 from fedmll.experiment import Experiment
+from fedmll.running.compare import GridObserver
 from fedmll.running.comparison import Cell
-from fedmll.running.grid import GridObserver
-from fedmll.running.loop import Result, Row
+from fedmll.running.loop import Observer, Result, Row
 from fedmll.running.shown import BY_SITE, headlines, number
 
 # Of the families of averages (metrics.Report.left_out) the two pairs that lose the same classes: their names, and why.
@@ -48,6 +48,7 @@ class RunProgress(GridObserver):
         self.data_bar: Any = None
         self.noted: set[str] = set()
         self.metric = ""
+        self.beside: dict[Cell, CellLine] = {}  # of runs at the same time: a line each
 
     def __enter__(self) -> RunProgress:
         self.inside = True
@@ -63,6 +64,16 @@ class RunProgress(GridObserver):
 
     def running(self, cell: Cell) -> None:
         self.label = str(cell)
+
+    def watching(self, cell: Cell, alone: bool) -> Observer:
+        if alone:
+            return super().watching(cell, alone)
+        self.beside[cell] = line = CellLine(self, cell)
+        return line
+
+    def over(self, cell: Cell) -> None:
+        if (line := self.beside.pop(cell, None)) is not None:
+            self.progress.remove_task(line.bar)
 
     def skipped(self, rounds: int) -> None:
         """Rounds that were done before."""
@@ -110,6 +121,36 @@ class RunProgress(GridObserver):
 
     def warning(self, text: str) -> None:
         errors.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+class CellLine(Observer):
+    """One of several runs at the same time: a bar of its own above the bar of all."""
+
+    def __init__(self, whole: RunProgress, cell: Cell) -> None:
+        self.whole, self.metric = whole, ""
+        whole.progress.start_task(whole.bar)
+        self.bar = whole.progress.add_task(f"  {cell}", total=cell.experiment.training.rounds, note="")
+        self.note, self.warning = whole.note, whole.warning  # type: ignore[method-assign]
+
+    def _show(self, note: str, **changes: Any) -> None:
+        self.whole.progress.update(self.bar, note=note, **changes)
+        self.whole.progress.refresh()
+
+    def preparing(self, done: int, total: int, what: str) -> None:
+        self._show(f"{what} {done}/{total}")
+
+    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
+        self.whole.skipped(first_round - 1)
+        self._show("", completed=first_round - 1)
+
+    def client_done(self, round: int, done: int, total: int) -> None:
+        self._show(f"round {round}, client {done}/{total}{self.metric}")
+
+    def round_done(self, row: Row) -> None:
+        if "macro_auc" in row:
+            self.metric = f", macro AUC {row['macro_auc']:.1f}"
+        self.whole.progress.update(self.whole.bar, advance=1)
+        self._show(f"round {row['round']}{self.metric}", advance=1)
 
 
 class FederationProgress(RunProgress):
