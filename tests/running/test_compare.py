@@ -275,6 +275,41 @@ def test_a_best_value_at_the_edge_is_noted(world: World, best: float, named: str
     assert all(note.startswith(named or "") for note in notes(found, []))
 
 
+def test_each_of_several_keys_can_be_at_an_edge(world: World) -> None:
+    world.score = best_at(0.1, 0.3)
+    tune = {"training.lr": [0.1, 0.2, 0.3], "training.weight_decay": [0.0, 0.3, 0.5], "fedprox:mu": [0.5, 1.0]}
+    found = world.go("fedavg,fedprox", [0], tune=tune)
+    assert [note.partition(" of the grid")[0] for note in notes(found, [])] == [
+        "fedavg: its best training.lr, 0.1, is the lowest",
+        "fedprox: its best training.lr, 0.1, is the lowest",
+        "fedprox: its best method.mu, 0.5, is the lowest",
+    ]
+    assert len(world.ran) == 9 + 18
+
+
+def test_a_methods_own_keys_are_tried_for_its_rows_alone(world: World) -> None:
+    world.score = lambda e: 60.0 + e.seed - (abs(e.method.options["mu"] - 1) if e.method.name == "fedprox" else 0)
+    tune = {"fedprox:mu": [0.5, 1.0], "fedprox:training.lr": [0.1, 0.2]}
+    plan = world.grid("fedavg,fedprox,fedprox:weights=equal", [3, 4], tune=tune, tune_seed=9)
+    assert plan.rounds == (2 + 2 * (4 + 2)) * small().training.rounds
+    found = plan.go(world.watch, world.skipped.append)
+    assert world.ran[:2] == ["fedavg/seed-3", "fedavg/seed-4"]  # no setting is chosen for it, and no seed spent on that
+    chosen = "method.mu=1.0+training.lr=0.1"
+    assert world.ran[6:8] == [f"fedprox/{chosen}/seed-3", f"fedprox/{chosen}/seed-4"]
+    assert [row.setting for row in found.rows] == [{}] + 2 * [{"method.mu": 1.0, "training.lr": 0.1}]
+    assert [row[1] for row in body(found, "macro_auc")] == ["–", "mu=1.0, lr=0.1", "mu=1.0, lr=0.1"]
+    text = tables.tuning(found)
+    assert text.startswith("## fedprox\n") and "## fedprox:weights=equal\n" in text and "## fedavg" not in text
+    assert "| mu=0.5, lr=0.1 | 137.00 |  |" in text and "| mu=1.0, lr=0.1 | 138.00 | chosen |" in text
+    assert "val_macro_auc, seed 9" in text
+    for wrong, named in (
+        ({"fedprx:mu": [1]}, "did you mean 'fedprox'"),
+        ({"fedprox:mu": [1], "method.mu": [2]}, "twice"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            world.grid("fedprox", [0], tune=wrong)
+
+
 def test_of_two_values_each_is_an_edge(world: World) -> None:
     world.score = best_at(0.1, 0.0)
     assert "0.1, is the lowest" in notes(world.go("fedavg", [0], tune={"training.lr": [0.1, 0.2]}), [])[0]
@@ -524,6 +559,9 @@ def compare(
         (["--methods", "fedavg,fedavg"], ["'fedavg, seed 0' and 'fedavg, seed 0'"]),
         (["--tune", "training.lr"], ["--tune takes section.key=a,b,c", "'training.lr'"]),
         (["--tune", "training.lr="], ["--tune takes section.key=a,b,c"]),
+        (["--tune", "fedharmony:beta=1,2"], ["is for 'fedharmony', which is no row here"]),
+        (["--vary", "fedprox:mu=1,2"], ["--vary takes section.key=a,b,c", "'fedprox:mu=1,2'"]),
+        (["--track", "tensorbord"], ["no tracker 'tensorbord'", "did you mean 'tensorboard'?"]),
         (["--tune", "training.lr=1,2", "--tune", "training.lr=3"], ["--tune names training.lr twice"]),
         (["--vary", "training.lr=1e-3,1,0.001"], ["--vary training.lr=1e-3,1,0.001 names 0.001 twice"]),
         (["--vary", "training.lr=1,2", "--tune", "training.lr=1,2"], ["sets training.lr twice"]),

@@ -72,7 +72,8 @@ class RunProgress(GridObserver):
         return line
 
     def over(self, cell: Cell) -> None:
-        if (line := self.beside.pop(cell, None)) is not None:
+        line = self.beside.pop(cell, None)
+        if line is not None and line.bar is not None:
             self.progress.remove_task(line.bar)
 
     def skipped(self, rounds: int) -> None:
@@ -87,10 +88,13 @@ class RunProgress(GridObserver):
         self.progress.update(self.data_bar, completed=done, total=total, description=what)
         self.progress.refresh()
 
-    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
+    def prepared(self) -> None:
         if self.data_bar is not None:
             self.progress.remove_task(self.data_bar)
             self.data_bar = None
+
+    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
+        self.prepared()
         self.progress.start()
         self.progress.start_task(self.bar)
         if self.total is None:
@@ -127,20 +131,19 @@ class CellLine(Observer):
     """One of several runs at the same time: a bar of its own above the bar of all."""
 
     def __init__(self, whole: RunProgress, cell: Cell) -> None:
-        self.whole, self.metric = whole, ""
-        whole.progress.start_task(whole.bar)
-        self.bar = whole.progress.add_task(f"  {cell}", total=cell.experiment.training.rounds, note="")
-        self.note, self.warning = whole.note, whole.warning  # type: ignore[method-assign]
+        self.whole, self.cell, self.metric = whole, cell, ""
+        self.bar: Any = None  # from when it starts
+        self.preparing, self.note, self.warning = whole.preparing, whole.note, whole.warning  # type: ignore[method-assign]
 
     def _show(self, note: str, **changes: Any) -> None:
         self.whole.progress.update(self.bar, note=note, **changes)
         self.whole.progress.refresh()
 
-    def preparing(self, done: int, total: int, what: str) -> None:
-        self._show(f"{what} {done}/{total}")
-
     def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
+        self.whole.prepared()
+        self.whole.progress.start_task(self.whole.bar)
         self.whole.skipped(first_round - 1)
+        self.bar = self.whole.progress.add_task(f"  {self.cell}", total=experiment.training.rounds, note="")
         self._show("", completed=first_round - 1)
 
     def client_done(self, round: int, done: int, total: int) -> None:

@@ -68,7 +68,7 @@ def _show_run(run: Shown) -> None:
         seed = f"{run.method} on {run.data}, seed {run.seed}"
         _say(f"{escape(seed)}: {run.state}, round {run.done} of {run.rounds}, last written {run.day}")
     if run.metrics:
-        title = "" if run.state == "finished" else f"the last round that was measured, {run.metrics.get('round', '?')}"
+        title = "" if run.state == "finished" else f"after round {run.metrics.get('round', '?')}"
         _print(title, overview.headline_table(run))
     _explain([run])
     if run.state in ("stopped", "failed"):

@@ -11,7 +11,7 @@ from fedmll.experiment import Experiment
 from fedmll.running import tracking
 from fedmll.running.comparison import SHOWN, Cell, Comparison, check_metrics, measured
 from fedmll.running.grid import Grid
-from fedmll.running.margins import tested
+from fedmll.running.margins import margin_tests
 from fedmll.running.observers import Observer
 from fedmll.running.record import Record
 from fedmll.running.tables import WRITTEN, write_tables
@@ -101,7 +101,7 @@ def _go(plan: Grid, record: Record, watch: GridObserver, retry_failed: bool, job
     try:
         found = plan.go(lambda cell: watch.watching(cell, jobs == 1), watch.skipped, retry_failed, jobs, ended)
         if found.against is not None:
-            found = replace(found, tests=tested(found, found.against, measured(found.metrics)))
+            found = replace(found, tests=margin_tests(found, found.against, measured(found.metrics)))
         return written(found)
     except BaseException:
         found = written(plan.comparison())

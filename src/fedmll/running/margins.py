@@ -44,7 +44,7 @@ class MarginTest:
     missing: str = ""  # why there is no interval
 
 
-def tested(comparison: Comparison, against: str, metrics: Sequence[str], draws: int = DRAWS) -> list[MarginTest]:
+def margin_tests(comparison: Comparison, against: str, metrics: Sequence[str], draws: int = DRAWS) -> list[MarginTest]:
     """Every row and metric, by metric."""
     (base,) = (row for row in comparison.rows if row.label == against)
     others = [row for row in comparison.rows if row is not base]
