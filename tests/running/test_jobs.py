@@ -25,7 +25,7 @@ from fedmll.files import checksum
 from fedmll.processes import forked
 from fedmll.running import overview
 from fedmll.running.compare import GridObserver
-from fedmll.running.comparison import Cell
+from fedmll.running.comparison import Cell, Variant
 from fedmll.running.folder import in_use, locked, read_rows
 from fedmll.running.record import commit_of
 
@@ -204,30 +204,69 @@ def test_a_programming_error_in_a_run_stops_all_with_its_traceback(
         compare(small(), ["fedavg", "fedprox"], [0], tmp_path / "grid", jobs=2)
 
 
+def test_progress_has_a_line_for_every_run() -> None:
+    from fedmll.cli.display import RunProgress
+
+    progress = RunProgress()
+    progress.planned(4)
+    cells = [Cell(Variant(name, {}), 0, {}, Path(name), small()) for name in ("fedavg", "fedprox")]
+    lines = [progress.watching(cell, alone=False) for cell in cells]
+    for line, first in zip(lines, (1, 2), strict=True):  # the second goes on after its first round
+        line.started(small(), None, first)  # type: ignore[arg-type]
+    lines[0].round_done({"round": 1, "macro_auc": 51.26})
+    lines[1].client_done(2, 3, 4)
+    whole, one, other = progress.progress.tasks
+    assert (whole.completed, whole.total) == (1, 3)
+    assert (one.description.strip(), one.completed, one.fields["note"]) == (
+        "fedavg, seed 0",
+        1,
+        "round 1, macro AUC 51.3",
+    )
+    assert (other.completed, other.fields["note"]) == (1, "round 2, client 3/4")
+    progress.over(cells[0])
+    assert [task.description.strip() for task in progress.progress.tasks] == ["rounds", "fedprox, seed 0"]
+
+
+def test_no_job_at_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="1 or more"):
+        asked(tmp_path / "grid", jobs=-1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_side_by_side_it_goes_on_to_the_same(tmp_path: Path, how: signal.Signals) -> None:
-    """Ctrl-C, or kill -9 of the parent alone: nobody is left, and the same command goes on to the same weights."""
-    words = [sys.executable, "-m", "fedmll", "compare", "--methods", "fedavg,fedprox", "--seeds", "0", "--jobs", "2"]
-    words += ["--clients", "3", "--set", "data.limit=90", "--set", "model.channels=[4,8]", "--set"]
-    words += ["training.local_epochs=3", "--rounds", "6", "--out"]
-    process = subprocess.Popen([*words, "grid"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    """Ctrl-C, or kill -9 of the parent alone: nobody is left, and the same again goes on to the same weights."""
+    wanted = small(training__rounds=15)
+
+    def go(out: str, jobs: int) -> None:
+        compare(wanted, ["fedavg", "fedprox"], [0], tmp_path / out, jobs=jobs)
+
     folders = [tmp_path / "grid" / name / "seed-0" for name in ("fedavg", "fedprox")]
-    end = time.monotonic() + 100
-    while not all(len(read_rows(folder / "metrics.jsonl")) >= 1 for folder in folders):
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.02)
-    assert all(in_use(folder) for folder in folders)
-    process.send_signal(how)
-    process.communicate(timeout=30)
-    assert process.returncode == (130 if how == signal.SIGINT else -9)
-    end = time.monotonic() + 10
+    process = os.fork()
+    if not process:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            go("grid", 2)
+        except KeyboardInterrupt:
+            os._exit(130)
+        os._exit(0)
+    try:
+        end = time.monotonic() + 200
+        while not all(read_rows(folder / "metrics.jsonl") for folder in folders):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert all(in_use(folder) for folder in folders)
+    finally:
+        os.kill(process, how)
+        _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == (130 if how == signal.SIGINT else -9)
+    end = time.monotonic() + 30
     while any(in_use(folder) for folder in folders):
         assert time.monotonic() < end
-        time.sleep(0.02)
+        time.sleep(0.01)
     assert [overview.read(folder).state for folder in folders] == ["stopped", "stopped"]
-    for out in ("grid", "whole"):
-        subprocess.run([*words, out], cwd=tmp_path, check=True, capture_output=True, timeout=200)
+    go("grid", 2)
+    go("whole", 1)
     assert models(tmp_path / "grid") == models(tmp_path / "whole") and len(models(tmp_path / "whole")) == 2
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.running import tracking
 from fedmll.running.comparison import SHOWN, Cell, Comparison, check_metrics, measured
@@ -72,6 +73,8 @@ def compare(
             )  # fmt: skip
     check_metrics(metrics)
     tracking.check(track)
+    if jobs < 1:
+        raise ConfigError(f"jobs is how many runs go on at a time, 1 or more; it is {jobs}.")
     if jobs > 1 and experiment.engine.workers == "auto":
         experiment = experiment.changed({"engine.workers": 0})
     watch, out = observer or GridObserver(), Path(out)
