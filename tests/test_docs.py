@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedmll.experiment import Experiment
-from fedmll.running.grid import parse_variant
+from fedmll.running.variants import parse_variant
 
 ROOT = Path(__file__).parents[1]
 

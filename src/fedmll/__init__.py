@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedmll.methods.contract import Part
     from fedmll.methods.method import Method
     from fedmll.registry import register
-    from fedmll.running.grid import compare
+    from fedmll.running.compare import compare
     from fedmll.running.loop import resume, run
     from fedmll.running.model import load_model
     from fedmll.running.observers import Observer, Result
@@ -28,7 +28,7 @@ _HOME = {
     "Observer": "running.observers",
     "Part": "methods.contract",
     "Result": "running.observers",
-    "compare": "running.grid",
+    "compare": "running.compare",
     "load_model": "running.model",
     "load_run": "running.saved",
     "register": "registry",

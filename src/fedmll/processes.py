@@ -14,10 +14,11 @@ from typing import Any
 STOPPING = {signal.SIGINT, signal.SIGTERM}
 
 
-def forked(target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """A process that runs target; data and models are inherited, not copied. Ctrl-C is the parent's to handle."""
+def forked(target: Callable[..., None], *arguments: Any, workers: bool = False) -> BaseProcess:
+    """A process that runs target; data and models are inherited, not copied. Ctrl-C is the parent's to handle.
+    `workers`: it may fork some of its own."""
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=_run, args=(os.getpid(), target, arguments), daemon=True)
+    process = context.Process(target=_run, args=(os.getpid(), target, arguments), daemon=not workers)
     # a signal that meets the child before it has its own handlers would print the parent's traceback: it waits
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:

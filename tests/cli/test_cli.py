@@ -247,7 +247,7 @@ def test_track_writes_every_round_for_tensorboard(fedmll, tmp_path: Path) -> Non
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    curve = [(event.step, event.value) for event in events.Scalars("macro_auc")]
+    curve = [(event.step, event.value) for event in events.Scalars("test/macro_auc")]
     assert curve == [(row["round"], pytest.approx(row["macro_auc"], rel=1e-6)) for row in rows]
 
 

@@ -333,6 +333,7 @@ def test_a_rehearsal_is_one_command(tmp_path: Path) -> None:
         "2",
         "--rounds",
         "1",
+        "--track",
         "--out",
         tmp_path / "run",
     ]
@@ -343,6 +344,11 @@ def test_a_rehearsal_is_one_command(tmp_path: Path) -> None:
     assert summary["clients"] == 2
     assert "client_mean" not in summary["metrics"]
     assert "macro_auc" in summary["metrics"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("test/macro_auc")[-1].value == pytest.approx(summary["metrics"]["macro_auc"], rel=1e-6)
 
 
 def test_the_same_apps_on_flowers_simulation_engine(consortium: Consortium, tmp_path: Path) -> None:

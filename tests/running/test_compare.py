@@ -22,9 +22,11 @@ from conftest import small
 from fedmll.cli import main
 from fedmll.errors import CheckpointError, ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
-from fedmll.running import comparison, grid
+from fedmll.running import compare as running_compare
+from fedmll.running import comparison, grid, tables
 from fedmll.running.comparison import Cell, margins, notes, table
 from fedmll.running.observers import Observer
+from fedmll.running.variants import crossed, parse_variant
 
 Score = Callable[[Experiment], float]
 
@@ -67,8 +69,8 @@ class World:
         (folder / "summary.json").write_text(json.dumps(summary))
 
     def grid(self, methods: str, seeds: list[int], vary: Any = None, tune: Any = None, **rest: Any) -> grid.Grid:
-        variants = [grid.parse_variant(name) for name in methods.split(",")]
-        return grid.Grid(small(), grid.crossed(variants, vary or {}), seeds, self.out, tune, **rest)
+        variants = [parse_variant(name) for name in methods.split(",")]
+        return grid.Grid(small(), crossed(variants, vary or {}), seeds, self.out, tune, **rest)
 
     def watch(self, cell: Cell) -> Observer:
         observer = Observer()
@@ -97,17 +99,17 @@ def body(found: comparison.Comparison, *metrics: str) -> list[list[str]]:
 
 
 def test_rows_change_settings() -> None:
-    row = grid.parse_variant("fedprox:mu=0.5+weights=equal+training.lr=1e-2")
+    row = parse_variant("fedprox:mu=0.5+weights=equal+training.lr=1e-2")
     assert row.label == "fedprox:mu=0.5+weights=equal+training.lr=1e-2"
     assert row.overrides == {
         "method.name": "fedprox", "method.mu": 0.5, "method.weights": "equal", "training.lr": 0.01
     }  # fmt: skip
-    assert grid.parse_variant("fedavg").overrides == {"method.name": "fedavg"}
+    assert parse_variant("fedavg").overrides == {"method.name": "fedavg"}
     for wrong in ("fedprox:mu", "fedprox:mu=1+weights"):
         with pytest.raises(ConfigError, match="key=value"):
-            grid.parse_variant(wrong)
+            parse_variant(wrong)
     with pytest.raises(ConfigError, match=r"sets method\.mu twice"):
-        grid.parse_variant("fedprox:mu=1+method.mu=2")
+        parse_variant("fedprox:mu=1+method.mu=2")
 
 
 def test_vary_makes_a_row_of_every_combination(world: World) -> None:
@@ -166,7 +168,7 @@ def test_each_run_has_a_folder_and_goes_on_there(world: World) -> None:
     assert world.skipped == [2] * 23
     assert body(again, "macro_auc") == body(found, "macro_auc")
     with pytest.raises(ConfigError, match=r"seed-0 holds another experiment \(training\.lr differ\); nothing"):
-        grid.Grid(small(training__lr=0.5), [grid.Variant("fedavg", {})], seeds, world.out)
+        grid.Grid(small(training__lr=0.5), [comparison.Variant("fedavg", {})], seeds, world.out)
 
 
 def test_data_is_prepared_once_for_all_that_share_it(world: World) -> None:
@@ -271,6 +273,41 @@ def test_a_best_value_at_the_edge_is_noted(world: World, best: float, named: str
     found = world.go("fedavg", [0], tune={"training.lr": [0.2, 0.3, 0.1]})
     assert len(notes(found, [])) == (named is not None)
     assert all(note.startswith(named or "") for note in notes(found, []))
+
+
+def test_each_of_several_keys_can_be_at_an_edge(world: World) -> None:
+    world.score = best_at(0.1, 0.3)
+    tune = {"training.lr": [0.1, 0.2, 0.3], "training.weight_decay": [0.0, 0.3, 0.5], "fedprox:mu": [0.5, 1.0]}
+    found = world.go("fedavg,fedprox", [0], tune=tune)
+    assert [note.partition(" of the grid")[0] for note in notes(found, [])] == [
+        "fedavg: its best training.lr, 0.1, is the lowest",
+        "fedprox: its best training.lr, 0.1, is the lowest",
+        "fedprox: its best method.mu, 0.5, is the lowest",
+    ]
+    assert len(world.ran) == 9 + 18
+
+
+def test_a_methods_own_keys_are_tried_for_its_rows_alone(world: World) -> None:
+    world.score = lambda e: 60.0 + e.seed - (abs(e.method.options["mu"] - 1) if e.method.name == "fedprox" else 0)
+    tune = {"fedprox:mu": [0.5, 1.0], "fedprox:training.lr": [0.1, 0.2]}
+    plan = world.grid("fedavg,fedprox,fedprox:weights=equal", [3, 4], tune=tune, tune_seed=9)
+    assert plan.rounds == (2 + 2 * (4 + 2)) * small().training.rounds
+    found = plan.go(world.watch, world.skipped.append)
+    assert world.ran[:2] == ["fedavg/seed-3", "fedavg/seed-4"]  # no setting is chosen for it, and no seed spent on that
+    chosen = "method.mu=1.0+training.lr=0.1"
+    assert world.ran[6:8] == [f"fedprox/{chosen}/seed-3", f"fedprox/{chosen}/seed-4"]
+    assert [row.setting for row in found.rows] == [{}] + 2 * [{"method.mu": 1.0, "training.lr": 0.1}]
+    assert [row[1] for row in body(found, "macro_auc")] == ["–", "mu=1.0, lr=0.1", "mu=1.0, lr=0.1"]
+    text = tables.tuning(found)
+    assert text.startswith("## fedprox\n") and "## fedprox:weights=equal\n" in text and "## fedavg" not in text
+    assert "| mu=0.5, lr=0.1 | 137.00 |  |" in text and "| mu=1.0, lr=0.1 | 138.00 | chosen |" in text
+    assert "val_macro_auc, seed 9" in text
+    for wrong, named in (
+        ({"fedprx:mu": [1]}, "did you mean 'fedprox'"),
+        ({"fedprox:mu": [1], "method.mu": [2]}, "twice"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            world.grid("fedprox", [0], tune=wrong)
 
 
 def test_of_two_values_each_is_an_edge(world: World) -> None:
@@ -464,7 +501,7 @@ def test_a_table_can_say_what_its_rows_are(world: World) -> None:
 def test_the_csv_has_every_number_and_every_failure(world: World) -> None:
     world.score = lambda e: diverged(e) if e.seed == 10 or e.training.lr == 0.2 else 50.0 + e.seed
     found = world.go("fedavg", [9, 10, 11], tune={"training.lr": [0.1, 0.2]})
-    comparison.write_csv(found, world.out / "table.csv")
+    tables.write_csv(found, world.out / "table.csv")
     with (world.out / "table.csv").open() as file:
         lines = list(csv.reader(file))
     assert lines[0] == ["method", "tuned", "seed", "metric", "value"]
@@ -522,6 +559,9 @@ def compare(
         (["--methods", "fedavg,fedavg"], ["'fedavg, seed 0' and 'fedavg, seed 0'"]),
         (["--tune", "training.lr"], ["--tune takes section.key=a,b,c", "'training.lr'"]),
         (["--tune", "training.lr="], ["--tune takes section.key=a,b,c"]),
+        (["--tune", "fedharmony:beta=1,2"], ["is for 'fedharmony', which is no row here"]),
+        (["--vary", "fedprox:mu=1,2"], ["--vary takes section.key=a,b,c", "'fedprox:mu=1,2'"]),
+        (["--track", "tensorbord"], ["no tracker 'tensorbord'", "did you mean 'tensorboard'?"]),
         (["--tune", "training.lr=1,2", "--tune", "training.lr=3"], ["--tune names training.lr twice"]),
         (["--vary", "training.lr=1e-3,1,0.001"], ["--vary training.lr=1e-3,1,0.001 names 0.001 twice"]),
         (["--vary", "training.lr=1,2", "--tune", "training.lr=1,2"], ["sets training.lr twice"]),
@@ -609,7 +649,7 @@ def test_exit_code_1_if_every_run_failed(compare: Callable[..., Said]) -> None:
 
 
 def test_compare_from_python_is_the_command(world: World) -> None:
-    class Watch(grid.GridObserver):
+    class Watch(running_compare.GridObserver):
         rounds, cells, gone = 0, [], 0  # type: ignore[var-annotated]
 
         def planned(self, rounds: int) -> None:
@@ -622,7 +662,7 @@ def test_compare_from_python_is_the_command(world: World) -> None:
             self.gone += rounds
 
     watch = Watch()
-    found = grid.compare(
+    found = running_compare.compare(
         small(), ["fedavg", "fedprox:mu=1"], [0, 1], world.out, against="fedavg", metrics=["macro_auc"], observer=watch
     )
     assert (watch.rounds, watch.gone) == (8, 0)
@@ -632,13 +672,13 @@ def test_compare_from_python_is_the_command(world: World) -> None:
     assert "margin over fedavg" in text
     assert "fedprox:mu=1" in found._repr_html_() and found._repr_html_().startswith("<table>")
     assert (world.out / "table.csv").is_file()
-    grid.compare(small(), ["fedavg", "fedprox:mu=1"], [0, 1], world.out, observer=watch)
+    running_compare.compare(small(), ["fedavg", "fedprox:mu=1"], [0, 1], world.out, observer=watch)
     assert watch.gone == 8
     with pytest.raises(ConfigError, match="no metric 'macro_acu'"):
-        grid.compare(small(), ["fedavg"], [0], world.out, metrics=["macro_acu"])
+        running_compare.compare(small(), ["fedavg"], [0], world.out, metrics=["macro_acu"])
 
 
 def test_without_a_folder_the_figures_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = grid.compare(small(training__rounds=1), ["fedavg"], [0])
+    found = running_compare.compare(small(training__rounds=1), ["fedavg"], [0])
     assert len(found.finished) == 1
     assert not found.finished[0].folder.exists()

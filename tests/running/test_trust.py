@@ -24,6 +24,7 @@ from fedmll.methods.contract import Like, Merger, Part, Records
 from fedmll.methods.method import Method
 from fedmll.methods.parts.basic import Absent, WeightedMean
 from fedmll.running import checkpoint, grid
+from fedmll.running.variants import parse_variant
 
 TWELVE = {
     "method__name": "fedmlp", "method__t1": 1, "method__T0": 0.2, "method__T1": 0.2, "partition__clients": 12,
@@ -453,7 +454,7 @@ def test_a_comparison_does_not_mix_two_datasets(tmp_path: Path) -> None:
     csv = folder_of_images(tmp_path)
 
     def compare(*seeds: int) -> grid.Grid:
-        variants = [grid.parse_variant(name) for name in ("fedavg", "fedprox")]
+        variants = [parse_variant(name) for name in ("fedavg", "fedprox")]
         plan = grid.Grid(own_images(tmp_path, training__rounds=1), variants, seeds, tmp_path / "grid")
         plan.go(lambda cell: Observer(), lambda rounds: None)
         return plan

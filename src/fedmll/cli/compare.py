@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from fedmll.cli.options import OWN, Asked, asks, fresh_folder, stoppable
+from fedmll.cli.options import OWN, Asked, Track, asks, fresh_folder, names_in, stoppable
 from fedmll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,8 +35,9 @@ def compare(
         list[str] | None,
         typer.Option(
             "--tune",
-            metavar="section.key=a,b,c",
-            help="e.g. training.lr=1e-4,3e-4,1e-3: each method's best on validation data. Several: all combinations.",
+            metavar="[METHOD:]key=a,b,c",
+            help="training.lr=1e-4,3e-4: each method's best on validation data; fedprox:mu=0.01,0.1: of that method "
+            "alone. Several: all combinations.",
         ),
     ] = None,
     tune_seed: Annotated[
@@ -53,11 +56,16 @@ def compare(
         str | None, typer.Option("--metrics", help="The table's columns, comma-separated; what: what a row is.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option("--against", help="A row: also show the margins over it, paired by seed.")
+        str | None, typer.Option("--against", help="A row: also the margins over it, paired by seed, with tests.")
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed before.")] = False,
+    jobs: Annotated[
+        int,
+        typer.Option("--jobs", min=1, help="Runs at a time, a process each, without workers if none are asked for."),
+    ] = 1,
+    track: Track = None,
 ) -> None:
-    """Compare methods over seeds on the same data: mean ± std in the terminal, table.md and table.csv.
+    """Compare methods over seeds on the same data: mean ± std in the terminal; table.md, .csv and .tex.
 
     A run that fails does not stop the others: the table says so. Exit code 1: every run failed.
     """
@@ -66,13 +74,14 @@ def compare(
     numbers, tuned, varied = parse_seeds(seeds), parse_values("--tune", tune), parse_values("--vary", vary)
     base = asked.experiment()
     from fedmll.cli.display import RunProgress
-    from fedmll.running import comparison, grid
+    from fedmll.running import compare as running
+    from fedmll.running import comparison
 
     columns = [name.strip() for name in metrics.split(",")] if metrics else comparison.SHOWN
     out = out or fresh_folder(f"compare-{Path(base.data.name).stem}")
     go_on = f"the same command with --out {out} (what is finished: {out / 'table.md'})"
     with RunProgress() as progress, stoppable(go_on):
-        found = grid.compare(
+        found = running.compare(
             base,
             [name.strip() for name in re.split(r",(?![^\[]*\])", methods)],  # not at the commas of a list
             numbers,
@@ -84,6 +93,9 @@ def compare(
             against=against,
             retry_failed=retry_failed,
             observer=progress,
+            jobs=jobs,
+            track=names_in(track),
+            command=shlex.join(["fedmll", *sys.argv[1:]]),
         )
     show(f"{base.data.label}, {base.training.rounds} rounds, seeds {seeds}; test data, mean ± std", found, out)
     if not found.finished:
@@ -93,8 +105,8 @@ def compare(
 def show(title: str, found: Comparison, out: Path) -> None:
     from fedmll.cli.tables import console, plain_table
 
-    for header, rows in found.tables:
-        console.print(plain_table(title, header, [[escape(text) for text in row] for row in rows]))
+    for place, (header, rows) in enumerate(found.tables):
+        console.print(plain_table("" if place else title, header, [[escape(text) for text in row] for row in rows]))
     for note in found.notes:
         console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True, highlight=False)
     console.print(f"tables and every run in {out}", soft_wrap=True)
@@ -119,7 +131,8 @@ def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, list[Any
     choices: dict[str, list[Any]] = {}
     for text in texts or []:
         key, _, listed = text.partition("=")
-        if not listed or "." not in key:
+        own = option == "--tune" and ":" in key
+        if not listed or not (own or "." in key) or (":" in key and not own):
             raise ConfigError(
                 f"{option} takes section.key=a,b,c, for example training.lr=1e-4,3e-4,1e-3; it got '{text}'."
             )

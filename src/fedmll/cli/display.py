@@ -14,9 +14,9 @@ from fedmll.data.federation import Federation
 from fedmll.deploy.site import Summary
 from fedmll.errors import printable
 from fedmll.experiment import Experiment
+from fedmll.running.compare import GridObserver
 from fedmll.running.comparison import Cell
-from fedmll.running.grid import GridObserver
-from fedmll.running.loop import Result, Row
+from fedmll.running.loop import Observer, Result, Row
 from fedmll.running.shown import BY_SITE, headlines, number
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class RunProgress(GridObserver):
         self.data_bar: Any = None
         self.noted: set[str] = set()
         self.metric = ""
+        self.beside: dict[Cell, CellLine] = {}  # of runs at the same time: a line each
 
     def __enter__(self) -> RunProgress:
         self.inside = True
@@ -69,6 +70,17 @@ class RunProgress(GridObserver):
     def running(self, cell: Cell) -> None:
         self.label = str(cell)
 
+    def watching(self, cell: Cell, alone: bool) -> Observer:
+        if alone:
+            return super().watching(cell, alone)
+        self.beside[cell] = line = CellLine(self, cell)
+        return line
+
+    def over(self, cell: Cell) -> None:
+        line = self.beside.pop(cell, None)
+        if line is not None and line.bar is not None:
+            self.progress.remove_task(line.bar)
+
     def skipped(self, rounds: int) -> None:
         """Rounds that were done before."""
         if self.total is not None:
@@ -81,10 +93,13 @@ class RunProgress(GridObserver):
         self.progress.update(self.data_bar, completed=done, total=total, description=what)
         self.progress.refresh()
 
-    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
+    def prepared(self) -> None:
         if self.data_bar is not None:
             self.progress.remove_task(self.data_bar)
             self.data_bar = None
+
+    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
+        self.prepared()
         self.progress.start()
         self.progress.start_task(self.bar)
         if self.total is None:
@@ -115,6 +130,35 @@ class RunProgress(GridObserver):
 
     def warning(self, text: str) -> None:
         errors.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+class CellLine(Observer):
+    """One of several runs at the same time: a bar of its own above the bar of all."""
+
+    def __init__(self, whole: RunProgress, cell: Cell) -> None:
+        self.whole, self.cell, self.metric = whole, cell, ""
+        self.bar: Any = None  # from when it starts
+        self.preparing, self.note, self.warning = whole.preparing, whole.note, whole.warning  # type: ignore[method-assign]
+
+    def _show(self, note: str, **changes: Any) -> None:
+        self.whole.progress.update(self.bar, note=note, **changes)
+        self.whole.progress.refresh()
+
+    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
+        self.whole.prepared()
+        self.whole.progress.start_task(self.whole.bar)
+        self.whole.skipped(first_round - 1)
+        self.bar = self.whole.progress.add_task(f"  {self.cell}", total=experiment.training.rounds, note="")
+        self._show("", completed=first_round - 1)
+
+    def client_done(self, round: int, done: int, total: int) -> None:
+        self._show(f"round {round}, client {done}/{total}{self.metric}")
+
+    def round_done(self, row: Row) -> None:
+        if "macro_auc" in row:
+            self.metric = f", macro AUC {row['macro_auc']:.1f}"
+        self.whole.progress.update(self.whole.bar, advance=1)
+        self._show(f"round {row['round']}{self.metric}", advance=1)
 
 
 class FederationProgress(RunProgress):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedmll.cli.options import Asked, Settings, asks, fresh_folder, names_in, stoppable
+from fedmll.cli.options import Asked, Settings, Track, asks, fresh_folder, names_in, stoppable
 from fedmll.errors import ConfigError
 
 PassphraseFile = Annotated[
@@ -64,6 +65,7 @@ def server(
         int | None, typer.Option("--simulate", metavar="K", help="Rehearse with K clients on this machine.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
+    track: Track = None,
 ) -> None:
     """Run a federation between machines: wait for the clients, train, evaluate. The folder can be resumed.
 
@@ -71,7 +73,9 @@ def server(
     """
     from fedmll.cli import display
     from fedmll.deploy import rehearsal, serving
+    from fedmll.running.tracking import check, tracked
 
+    check(names_in(track))
     experiment = asked.experiment()
     out = out or fresh_folder(f"server-{experiment.method.name}-s{experiment.seed}")
     host, port = address_in(listen or ("127.0.0.1:8000" if insecure or simulate else "0.0.0.0:8000"))
@@ -100,22 +104,28 @@ def server(
         start_with=start_with,
     )
     with display.FederationProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
+        watch = tracked(names_in(track), out, progress)
         if played is None:
-            result = serving.serve(experiment, setting, out, progress, passphrase_file)
+            result = serving.serve(experiment, setting, out, watch, passphrase_file)
         else:
             with rehearsal.joined(played, f"127.0.0.1:{port}", insecure):
-                result = serving.serve(experiment, setting, out, progress)
+                result = serving.serve(experiment, setting, out, watch)
     display.show_result(result)
 
 
-def go_on(folder: Path, rounds: int, changes: dict[str, Any], passphrase_file: Path | None) -> None:
+def go_on(
+    folder: Path, rounds: int, changes: dict[str, Any], passphrase_file: Path | None, track: Sequence[str] = ()
+) -> None:
     """`fedmll resume` of a server's folder."""
     from fedmll.cli import display
     from fedmll.deploy import serving, setting
+    from fedmll.running.tracking import check, tracked
+
+    check(track)
 
     setting.change(folder, **changes)
     with display.FederationProgress(rounds) as watch, stoppable(f"fedmll resume {folder}"):
-        display.show_result(serving.go_on(folder, watch, passphrase_file))
+        display.show_result(serving.go_on(folder, tracked(track, folder, watch), passphrase_file))
 
 
 def address_in(text: str) -> tuple[str, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from fedmll.cli import compare, data, federation, keys, methods, predict, site, weights
+from fedmll.cli import compare, data, federation, keys, methods, predict, show, site, weights
 from fedmll.cli.options import (
     Asked,
     Device,
@@ -19,14 +19,11 @@ from fedmll.cli.options import (
     asks,
     fresh_folder,
     given,
+    names_in,
     stoppable,
     with_optional_value,
 )
 from fedmll.errors import ConfigError, FedmllError, printable
-
-if TYPE_CHECKING:
-    from fedmll.cli.display import RunProgress
-    from fedmll.running.loop import Observer
 
 app = typer.Typer(
     help="Federated multi-label learning: simulate federations, compare methods.\n\n"
@@ -54,14 +51,6 @@ def start(
 ) -> None: ...
 
 
-def watched(progress: RunProgress, out: Path, track: bool) -> Observer:
-    if not track:
-        return progress
-    from fedmll.running.tracking import TensorBoard, Together
-
-    return Together(progress, TensorBoard(out))
-
-
 @app.command()
 @asks(
     *("method", "data", "root", "backbone", "clients", "rounds", "seed", "workers", "device", "skip_unreadable"),
@@ -70,7 +59,7 @@ def watched(progress: RunProgress, out: Path, track: bool) -> Observer:
 def run(
     asked: Asked,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
-    track: Track = False,
+    track: Track = None,
 ) -> None:
     """Run one experiment: a federation on this machine, a table at the end, a folder that can be resumed.
 
@@ -79,10 +68,11 @@ def run(
     experiment = asked.experiment()
     from fedmll.cli import display
     from fedmll.running import loop
+    from fedmll.running.tracking import tracked
 
     out = out or fresh_folder(f"{Path(experiment.data.name).stem}-{experiment.method.name}-s{experiment.seed}")
     with display.RunProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
-        result = loop.run(experiment, out, observer=watched(progress, out, track))
+        result = loop.run(experiment, out, observer=tracked(names_in(track), out, progress))
     display.show_result(result)
 
 
@@ -97,7 +87,7 @@ def resume(
     workers: Workers = None,
     device: Device = None,
     plugins: Plugins = None,
-    track: Track = False,
+    track: Track = None,
     drop: federation.Drop = None,
     min_clients: federation.MinClients = None,
     start_with: federation.StartWith = None,
@@ -111,6 +101,7 @@ def resume(
     """
     from fedmll.cli import display
     from fedmll.running import loop
+    from fedmll.running.tracking import tracked
 
     code = {} if plugins is None else {"plugins": [str(file.absolute()) for file in plugins]}
     total = rounds or loop.experiment_in(folder, code).training.rounds
@@ -121,14 +112,14 @@ def resume(
     if (folder / "server.json").is_file():  # a real federation's server
         if rounds or data or root or workers is not None or device or plugins:
             raise ConfigError(f"A federation between machines goes on as it began. {federation.CHANGEABLE}")
-        federation.go_on(folder, total, changes, passphrase_file)
+        federation.go_on(folder, total, changes, passphrase_file, names_in(track))
         return
     if changes:
         raise ConfigError(f"{folder} is not a federation between machines. {federation.CHANGEABLE}")
     with display.RunProgress(total) as progress, stoppable(f"fedmll resume {folder}"):
         result = loop.resume(
             folder,
-            observer=watched(progress, folder, track),
+            observer=tracked(names_in(track), folder, progress),
             engine=given(workers=workers, device=device),
             rounds=rounds,
             data=given(name=data, root=root),
@@ -138,6 +129,7 @@ def resume(
 
 
 compare.register(app)
+show.register(app)
 
 
 predict.register(app)

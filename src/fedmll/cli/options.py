@@ -69,7 +69,14 @@ Group = Annotated[
 Window = Annotated[
     str | None, typer.Option("--window", help="LOW,HIGH: what becomes black and white in images of more than 8 bits.")
 ]
-Track = Annotated[bool, typer.Option("--track", help="Also write curves for TensorBoard (extra `track`).")]
+Track = Annotated[
+    str | None,
+    typer.Option(
+        "--track",
+        metavar="[NAMES]",
+        help="Also send every round to tensorboard (default) or mlflow, comma-separated (extra `track`).",
+    ),
+]
 Published = Annotated[
     str | None,
     typer.Option(
@@ -190,14 +197,17 @@ def parse_settings(settings: list[str] | None) -> dict[str, Any]:
     return values
 
 
-def with_optional_value(words: list[str], option: str = "--as-published") -> list[str]:
-    """An option whose value may be left out, which Typer does not have: OWN is put in."""
+def with_optional_value(words: list[str]) -> list[str]:
+    """Options whose value may be left out, which Typer does not have: what is meant then is put in."""
     filled: list[str] = []
     for place, word in enumerate(words):
         filled.append(word)
         following = words[place + 1] if place + 1 < len(words) else "-"
-        if word == option and (following.startswith("-") or following.endswith(".toml")):
+        no_value = following.startswith("-") or following.endswith(".toml")
+        if word == "--as-published" and no_value:
             filled.append(OWN)
+        if word == "--track" and (no_value or Path(following).exists()):  # a folder or a file is not a tracker's name
+            filled.append("tensorboard")
     return filled
 
 

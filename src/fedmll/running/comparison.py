@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
-import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll import files, registry
+from fedmll import registry
 from fedmll.errors import ConfigError
 from fedmll.evaluation.pooled import METRICS
 from fedmll.experiment import Experiment
+from fedmll.running.margins import MarginTest, notes_on_tests, table_of_tests
 from fedmll.running.shown import html_table
 
 SHOWN = ("macro_auc", "map", "macro_f1", "macro_f1_tuned", "bacc")
@@ -48,7 +47,7 @@ class Cell:
     failure: str | None = None
 
     def __str__(self) -> str:
-        return ", ".join([self.variant.label, *_settings(self.setting), f"seed {self.seed}"])
+        return ", ".join([self.variant.label, *settings(self.setting), f"seed {self.seed}"])
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class Row:
     label: str
     cells: list[Cell]  # none while it is not known which setting is best, or if every setting failed
     trials: list[Cell]  # one seed with every setting of --tune
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # what --tune tries for it: key → values
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -91,9 +91,10 @@ class Row:
 class Comparison:
     rows: list[Row]
     seeds: list[int]
-    tuned: Mapping[str, Sequence[Any]]  # --tune: key → values
+    tuned: Mapping[str, Sequence[Any]]  # --tune: key, or method:key → values
     metrics: Sequence[str] = SHOWN  # the tables' columns
     against: str | None = None  # a row: also the margins over it
+    tests: Sequence[MarginTest] = ()  # of the margins, when all runs are done
 
     def __repr__(self) -> str:
         """Its first table, as table.md has it."""
@@ -105,18 +106,12 @@ class Comparison:
     @property
     def tables(self) -> list[Table]:
         margin = [] if self.against is None else [margins(self, self.against, self.metrics)]
-        return [table(self, self.metrics), *margin]
+        tested = [table_of_tests(self.against, self.tests)] if self.against is not None and self.tests else []
+        return [table(self, self.metrics), *margin, *tested]
 
     @property
     def notes(self) -> list[str]:
         return notes(self, self.metrics)
-
-    def write(self, out: Path) -> None:
-        """table.md and table.csv"""
-        parts = [markdown(*table) for table in self.tables]
-        parts += ["".join(f"- {note}\n" for note in self.notes)] if self.notes else []
-        files.write(out / "table.md", "\n".join(parts))
-        write_csv(self, out / "table.csv")
 
     @property
     def runs(self) -> list[Cell]:
@@ -159,17 +154,17 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def table(comparison: Comparison, metrics: Sequence[str]) -> Table:
     """Mean ± std (of the sample) over the seeds that finished."""
-    columns = list(dict.fromkeys([*_measured(metrics), *COSTS]))
+    columns = list(dict.fromkeys([*measured(metrics), *COSTS]))
     last = [f"{WHAT} it is"] if WHAT in metrics else []
     rows = []
     for row in comparison.rows:
-        tuned = [", ".join(_settings(row.setting)) or "–"] if comparison.tuned else []
+        tuned = [", ".join(settings(row.setting)) or "–"] if comparison.tuned else []
         figures = [_figure(comparison, [row], row.values(name)) for name in columns]
         rows.append([row.label, *tuned, *figures, *(row.what for _ in last)])
     return ["method", *(["tuned"] if comparison.tuned else []), *columns, *last], rows
 
 
-def _measured(metrics: Sequence[str]) -> list[str]:
+def measured(metrics: Sequence[str]) -> list[str]:
     return [name for name in metrics if name != WHAT]
 
 
@@ -182,7 +177,7 @@ def margins(comparison: Comparison, reference: str, metrics: Sequence[str]) -> T
         pairs = {seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()}
         return _figure(comparison, [row, base], pairs, sign="+")
 
-    names = _measured(metrics)
+    names = measured(metrics)
     return [f"margin over {reference}", *names], [
         [row.label, *(margin(row, name) for name in names)] for row in comparison.rows if row is not base
     ]
@@ -211,17 +206,18 @@ def notes(comparison: Comparison, metrics: Sequence[str]) -> list[str]:
         lines += [f"failed: {cell}: {cell.failure}" for cell in failed]
     if not all(row.done for row in comparison.rows):
         lines.append("not all runs are done: the same command with the same --out goes on.")
-    for name in _measured(metrics):
+    for name in measured(metrics):
         if any(math.isnan(value) for row in comparison.rows for value in row.values(name).values()):
             lines.append(f"{name} is undefined (–) without {METRICS.get(name, 'what its plug-in needs')}.")
-    return lines + [line for row in comparison.rows for line in _edges(row, comparison.tuned)]
+    lines += notes_on_tests(comparison.tests)
+    return lines + [line for row in comparison.rows for line in edges(row)]
 
 
-def _edges(row: Row, tuned: Mapping[str, Sequence[Any]]) -> list[str]:
+def edges(row: Row) -> list[str]:
     """The best value may lie outside of a grid whose lowest or highest value won."""
     lines = []
     for key, value in row.setting.items():
-        values = tuned[key]
+        values = row.choices[key]
         if len(values) > 1 and all(type(v) in (int, float) for v in values) and value in (min(values), max(values)):
             which = "lowest" if value == min(values) else "highest"
             lines.append(
@@ -230,22 +226,6 @@ def _edges(row: Row, tuned: Mapping[str, Sequence[Any]]) -> list[str]:
     return lines
 
 
-def write_csv(comparison: Comparison, path: Path) -> None:
-    """Every metric of every run in the table: one line a method, seed and metric; of a failed run, the reason."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["method", "tuned", "seed", "metric", "value"])
-    for row in comparison.rows:
-        for cell in row.runs:
-            start = [row.label, " ".join(f"{key}={value}" for key, value in cell.setting.items()), cell.seed]
-            if cell.failure is not None:
-                writer.writerow([*start, "failed", cell.failure])
-            if cell.summary is not None and cell in row.cells:
-                for name in [*cell.summary["metrics"], *COSTS]:
-                    writer.writerow([*start, name, measure(cell.summary, name)])
-    files.write(path, text.getvalue())
-
-
-def _settings(setting: Mapping[str, Any]) -> list[str]:
+def settings(setting: Mapping[str, Any]) -> list[str]:
     """Without the section, as the columns are narrow: `lr=0.01`."""
     return [f"{key.split('.')[-1]}={value}" for key, value in setting.items()]

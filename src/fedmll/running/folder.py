@@ -8,6 +8,8 @@ import io
 import json
 import logging
 import math
+import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +25,9 @@ from fedmll.experiment import Experiment
 
 EXPERIMENT, DATA, SUMMARY, METRICS, LOCK = "experiment.toml", "data.json", "summary.json", "metrics.jsonl", ".lock"
 MODEL, PREDICTIONS, PER_CLASS = "model.safetensors", "predictions.npz", "per_class.csv"
+METRICS_CSV = "metrics.csv"
 MEMORY = Path("checkpoint") / "memory"
-PLUGINS = "plugins.json"
+PLUGINS, FAILED, COMPARISON = "plugins.json", "failed.json", "comparison.json"
 
 Row = dict[str, Any]
 
@@ -144,6 +147,16 @@ def write_csv(path: Path, columns: dict[str, NDArray[Any]]) -> None:
     files.write(path, text.getvalue())
 
 
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """The rows as a CSV, a column for every number that some round has."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write(path, text.getvalue())
+
+
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """One process a run's folder. The lock goes with the process, however it ends; its workers do not inherit it
@@ -156,6 +169,17 @@ def locked(out: Path) -> Iterator[None]:
                 f"Another process is running the experiment in {out}; wait for it or stop it first."
             ) from None
         yield
+
+
+def in_use(out: Path) -> bool:
+    """Whether a process runs the experiment there now. Asks only: to take the lock, even for a moment, could turn a run
+    away that starts in it. Where the system's answer is not known (not Linux): no."""
+    if not (out / LOCK).is_file() or sys.platform != "linux":
+        return False
+    shape = "hhqqi4x"  # struct flock: type, whence, start, length, process
+    with (out / LOCK).open("rb") as file:
+        found = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(shape, fcntl.F_RDLCK, 0, 0, 0, 0))
+    return bool(struct.unpack(shape, found)[0] != fcntl.F_UNLCK)
 
 
 class _Log(logging.FileHandler):

@@ -1,4 +1,4 @@
-"""compare: methods × seeds, resumable. Each method's settings can be tuned on validation data first.
+"""The runs of a comparison: methods × seeds, resumable. Each method's settings can be tuned on validation data first.
 
 A run that fails does not stop the others. What fails in training is remembered in the run's folder (failed.json): the
 same again would fail the same way. What is refused before training costs nothing, and is tried again each time.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,109 +18,13 @@ from fedmll.data import federation
 from fedmll.data.digest import Facts
 from fedmll.data.federation import Federation
 from fedmll.errors import CheckpointError, ConfigError, FedmllError, nearest
-from fedmll.experiment import Experiment, parse_value
-from fedmll.running.comparison import SHOWN, Cell, Comparison, Row, Variant, check_metrics, measure
-from fedmll.running.folder import DATA, check_data, check_plugins, read_rows
+from fedmll.experiment import Experiment
+from fedmll.running import tracking
+from fedmll.running.comparison import SHOWN, Cell, Comparison, Row, Variant, measure
+from fedmll.running.folder import DATA, FAILED, check_data, check_plugins, read_rows
+from fedmll.running.jobs import Jobs, RunKilled
 from fedmll.running.loop import SELECTION, Observer, resume, run
-
-FAILED = "failed.json"
-
-Choices = Mapping[str, Sequence[Any]]  # section.key → values
-
-
-class GridObserver(Observer):
-    """What watches a comparison: every run, and the whole."""
-
-    def planned(self, rounds: int) -> None: ...
-
-    def running(self, cell: Cell) -> None: ...
-
-    def skipped(self, rounds: int) -> None: ...
-
-
-def compare(
-    experiment: Experiment,
-    methods: Sequence[str],
-    seeds: Sequence[int] = (0, 1, 2),
-    out: Path | str | None = None,
-    *,
-    tune: Choices | None = None,
-    tune_seed: int | None = None,
-    vary: Choices | None = None,
-    metrics: Sequence[str] = SHOWN,
-    against: str | None = None,
-    retry_failed: bool = False,
-    observer: GridObserver | None = None,
-) -> Comparison:
-    """Methods × seeds on the same data. `out` then has every run and the tables; the same `out` again: it goes on.
-
-    methods   names, with options as `fedprox:mu=0.1+weights=equal`
-    tune      section.key → values: each method's best on validation data
-    tune_seed the seed that settings are chosen on; default: the first of `seeds`
-    vary      section.key → values: every method at every value
-    against   a row: also the margins over it, paired by seed
-    """
-    if out is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return compare(
-                experiment, methods, seeds, folder, tune=tune, tune_seed=tune_seed, vary=vary, metrics=metrics,
-                against=against, observer=observer,
-            )  # fmt: skip
-    check_metrics(metrics)
-    watch = observer or GridObserver()
-    variants = crossed([parse_variant(name) for name in methods], vary or {})
-    plan = Grid(experiment, variants, seeds, Path(out), tune, against, metrics, tune_seed)
-    for text in sorted(plan.stale):
-        watch.warning(text)
-    watch.planned(plan.rounds)
-
-    def watched(cell: Cell) -> Observer:
-        watch.running(cell)
-        return watch
-
-    try:
-        return plan.go(watched, watch.skipped, retry_failed)
-    finally:  # what is finished is worth a table, however it ends
-        found = plan.comparison()
-        if found.finished or found.failed:
-            found.write(Path(out))
-
-
-def parse_variant(text: str) -> Variant:
-    """`fedprox`, or with options: of the method `fedprox:mu=0.1+weights=equal`, of a part `compose:proximal.mu=0.1`, of
-    a section `fedavg:training.lr=0.1`."""
-    name, _, options = text.partition(":")
-    overrides: dict[str, Any] = {"method.name": name}
-    for option in filter(None, options.split("+")):
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise ConfigError(f"'{text}' is not a method: after the colon come options like key=value, joined by +.")
-        section, dot, _ = key.partition(".")
-        path = key if dot and section in Experiment.model_fields else f"method.{key}"
-        overrides = _extended(text, overrides, {path: parse_value(value)})
-    return Variant(text, overrides)
-
-
-def crossed(variants: Sequence[Variant], vary: Choices) -> list[Variant]:
-    """Every row at every value of every setting: `fedavg` → `fedavg:training.lr=0.1`, `fedavg:training.lr=0.2`."""
-    rows = []
-    for setting, variant in itertools.product(combinations(vary), variants):
-        options = "+".join(f"{key}={value}" for key, value in setting.items())
-        label = ("+" if ":" in variant.label else ":").join(filter(None, [variant.label, options]))
-        rows.append(Variant(label, _extended(label, variant.overrides, setting)))
-    return rows
-
-
-def combinations(choices: Choices) -> list[dict[str, Any]]:
-    """The cross product: one value of each key, in all ways. Without a key that is one empty setting."""
-    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-
-
-def _extended(label: str, overrides: dict[str, Any], setting: dict[str, Any]) -> dict[str, Any]:
-    """`overrides` and `setting`, if the setting does not take back what the row already says."""
-    if twice := [key for key in setting if key in overrides]:
-        raise ConfigError(f"The row '{label}' sets {twice[0]} twice. Say it once: in --methods, --vary or --tune.")
-    return overrides | setting
+from fedmll.running.variants import Choices, check_tuned, choices_of, combinations, extended
 
 
 class Grid:
@@ -142,29 +45,36 @@ class Grid:
         self.base, self.variants, self.seeds, self.out, self.tune = base, variants, list(seeds), out, tune or {}
         self.first = self.seeds[0] if tune_seed is None else tune_seed  # settings are tried on it
         self.prepared: tuple[str, Federation] | None = None
+        self.trackers = tracking.Trackers((), out)
+        self.begun: set[Cell] = set()  # what needs no decision any more, and
+        self.over: set[Cell] = set()  # what is done with
         self.stale: set[str] = set()  # what finished runs began with and is no more
         if tune_seed is not None and not tune:
             raise ConfigError("--tune-seed says on which seed settings are chosen; give the settings with --tune.")
         if against is not None and against not in (known := [variant.label for variant in variants]):
             raise ConfigError(f"There is no row '{against}' to compare with (--against){nearest(against, known)}")
+        check_tuned(variants, self.tune)
+        self.choices = {variant.label: choices_of(variant, self.tune) for variant in variants}
         self.cells: dict[str, dict[int, list[Cell]]] = {}  # row → seed → a run of each setting of --tune
         self._plan()
 
     def _plan(self) -> None:
         """The same run twice is refused: it would only look like more of them."""
         seen: dict[str | Path, Cell] = {}
-        seeds = [*([] if self.first in self.seeds else [self.first]), *self.seeds]
-        for variant, seed, setting in itertools.product(self.variants, seeds, combinations(self.tune)):
-            cell = self._cell(variant, seed, setting)
-            for same in (cell.experiment.model_dump_json(exclude={"engine"}), cell.folder):
-                if (twin := seen.setdefault(same, cell)) is not cell:
-                    raise ConfigError(
-                        f"The same run is in the comparison twice: '{twin}' and '{cell}'. Leave one of them out."
-                    )
-            self.cells.setdefault(variant.label, {}).setdefault(seed, []).append(cell)
+        for variant in self.variants:
+            choices = self.choices[variant.label]
+            seeds = [*([self.first] if choices and self.first not in self.seeds else []), *self.seeds]
+            for seed, setting in itertools.product(seeds, combinations(choices)):
+                cell = self._cell(variant, seed, setting)
+                for same in (cell.experiment.model_dump_json(exclude={"engine"}), cell.folder):
+                    if (twin := seen.setdefault(same, cell)) is not cell:
+                        raise ConfigError(
+                            f"The same run is in the comparison twice: '{twin}' and '{cell}'. Leave one of them out."
+                        )
+                self.cells.setdefault(variant.label, {}).setdefault(seed, []).append(cell)
 
     def _cell(self, variant: Variant, seed: int, setting: dict[str, Any]) -> Cell:
-        overrides = _extended(variant.label, variant.overrides, setting)
+        overrides = extended(variant.label, variant.overrides, setting)
         experiment = self.base.changed(overrides | {"seed": seed})
         names = [variant.label, *(["+".join(f"{k}={v}" for k, v in setting.items())] if setting else [])]
         folder = self.out.joinpath(*(name.replace(":", "-").replace("/", "-") for name in names), f"seed-{seed}")
@@ -194,20 +104,56 @@ class Grid:
         )
 
     def go(
-        self, watch: Callable[[Cell], Observer], skipped: Callable[[int], None], retry_failed: bool = False
+        self,
+        watch: Callable[[Cell], Observer],
+        skipped: Callable[[int], None],
+        retry_failed: bool = False,
+        jobs: int = 1,
+        ended: Callable[[Cell], None] = lambda cell: None,
     ) -> Comparison:
-        """Run what is not done yet. `watch` gives the observer of a run; `skipped` hears of rounds that need no run."""
+        """Run what is not done yet, `jobs` at a time. `watch` gives the observer of a run; `skipped` hears of rounds
+        that need no run, `ended` of every run that was made."""
         self._check_data(watch)
+        beside = Jobs(jobs, self._train)
+        try:
+            while True:
+                while beside.free and (cell := next(self._ready(), None)) is not None:
+                    self.begun.add(cell)
+                    if cell.summary is not None or (cell.failure is not None and not retry_failed):
+                        skipped(cell.experiment.training.rounds)
+                    elif (begun := self._begin(cell, watch, skipped)) is not None:
+                        if jobs > 1:
+                            beside.start(cell, *begun)
+                            continue
+                        self._end(cell, begun[1], skipped, self._alone(cell, *begun))
+                        ended(cell)
+                    self._close(cell, skipped)
+                if not beside.jobs:
+                    return self.comparison()
+                for cell, observer, error in beside.ended():
+                    self._end(cell, observer, skipped, error)
+                    self._close(cell, skipped)
+                    ended(cell)
+        finally:
+            beside.stop()
+
+    def _ready(self) -> Iterator[Cell]:
+        """Runs that can begin: row by row, what is tried on the first seed; then, with what was chosen, the rest."""
         for variant in self.variants:
-            for cell in self.cells[variant.label][self.first]:
-                self._run(cell, watch, skipped, retry_failed)
-            chosen, rest = self._row(variant).cells, [seed for seed in self.seeds if seed != self.first]
-            for cell in chosen:
-                if cell.seed in rest:
-                    self._run(cell, watch, skipped, retry_failed)
-            if not chosen:
-                skipped(sum(self.cells[variant.label][seed][0].experiment.training.rounds for seed in rest))
-        return self.comparison()
+            trials = self.cells[variant.label].get(self.first, [])
+            yield from (cell for cell in trials if cell not in self.begun)
+            if not self.choices[variant.label] or self.over.issuperset(trials):
+                yield from (cell for cell in self._row(variant).cells if cell not in self.begun)
+
+    def _close(self, cell: Cell, skipped: Callable[[int], None]) -> None:
+        """A row of which every setting failed goes no further."""
+        self.over.add(cell)
+        label = cell.variant.label
+        trials = self.cells[label].get(self.first, [])
+        tried = self.choices[label] and cell in trials and self.over.issuperset(trials)
+        if tried and not self._row(cell.variant).cells:
+            rest = [cells[0] for seed, cells in self.cells[label].items() if seed != self.first]
+            skipped(sum(other.experiment.training.rounds for other in rest))
 
     def _check_data(self, watch: Callable[[Cell], Observer]) -> None:
         """One table is of one dataset: what was run before is not shown beside runs on other data (DataError)."""
@@ -228,46 +174,55 @@ class Grid:
         return Comparison(rows, self.seeds, self.tune, self.metrics, self.against)
 
     def _row(self, variant: Variant) -> Row:
-        by_seed = self.cells[variant.label]
-        first = by_seed[self.first]
-        best: int | None = 0
-        if self.tune:
-            scores = [measure(cell.summary, SELECTION) if cell.summary else math.nan for cell in first]
-            undecided = any(cell.summary is None and cell.failure is None for cell in first)
-            known = [place for place, score in enumerate(scores) if not math.isnan(score)]
-            best = None if undecided or not known else max(known, key=lambda place: scores[place])
-        cells = [] if best is None else [by_seed[seed][best] for seed in self.seeds]
-        return Row(variant.label, cells, first if self.tune else [])
+        by_seed, choices = self.cells[variant.label], self.choices[variant.label]
+        if not choices:
+            return Row(variant.label, [by_seed[seed][0] for seed in self.seeds], [])
+        trials = by_seed[self.first]
+        scores = [measure(cell.summary, SELECTION) if cell.summary else math.nan for cell in trials]
+        undecided = any(cell.summary is None and cell.failure is None for cell in trials)
+        known = [place for place, score in enumerate(scores) if not math.isnan(score)]
+        if undecided or not known:
+            return Row(variant.label, [], trials, choices)
+        best = max(known, key=lambda place: scores[place])
+        return Row(variant.label, [by_seed[seed][best] for seed in self.seeds], trials, choices)
 
-    def _run(
-        self, cell: Cell, watch: Callable[[Cell], Observer], skipped: Callable[[int], None], retry_failed: bool
-    ) -> None:
-        if cell.summary is not None or (cell.failure is not None and not retry_failed):
-            skipped(cell.experiment.training.rounds)
-            return
+    def _begin(
+        self, cell: Cell, watch: Callable[[Cell], Observer], skipped: Callable[[int], None]
+    ) -> tuple[Federation, Observer] | None:
+        """The run's data, and who watches it; None if its data cannot be divided as it wants."""
         (cell.folder / FAILED).unlink(missing_ok=True)
         cell.failure, observer = None, watch(cell)
         try:
             data = self._federation(cell, observer)  # data that cannot be read (DataError) stop the comparison
         except ConfigError as error:  # but a division can be impossible with this seed or this value only
-            self._fail(cell, error, observer, skipped)
-            return
-        if self.tune and cell.seed == self.first:
+            self._end(cell, observer, skipped, error)
+            return None
+        if self.choices[cell.variant.label] and cell.seed == self.first:
             _check_validation(data)
-        try:
-            if (cell.folder / "experiment.toml").is_file():
-                engine = cell.experiment.engine.model_dump()
-                resume(cell.folder, observer=observer, engine=engine, prepared=data)
-            else:
-                run(cell.experiment, cell.folder, observer=observer, prepared=data)
-        except FedmllError as error:
-            self._fail(cell, error, observer, skipped)
-        else:
-            cell.summary = json.loads((cell.folder / "summary.json").read_text())
+        self.trackers.begin()
+        return data, observer
 
-    def _fail(self, cell: Cell, error: FedmllError, observer: Observer, skipped: Callable[[int], None]) -> None:
+    def _alone(self, cell: Cell, data: Federation, observer: Observer) -> FedmllError | None:
+        try:
+            self._train(cell, data, observer)
+        except FedmllError as error:
+            return error
+        return None
+
+    def _train(self, cell: Cell, data: Federation, observer: Observer) -> None:
+        """In this process, or in one of its own."""
+        told = self.trackers.beside(cell, observer)
+        if (cell.folder / "experiment.toml").is_file():
+            resume(cell.folder, observer=told, engine=cell.experiment.engine.model_dump(), prepared=data)
+        else:
+            run(cell.experiment, cell.folder, observer=told, prepared=data)
+
+    def _end(self, cell: Cell, observer: Observer, skipped: Callable[[int], None], error: FedmllError | None) -> None:
+        if error is None:
+            cell.summary = json.loads((cell.folder / "summary.json").read_text())
+            return
         cell.failure = str(error)
-        if not isinstance(error, ConfigError | CheckpointError):
+        if not isinstance(error, ConfigError | CheckpointError | RunKilled):
             record = {"error": type(error).__name__, "reason": cell.failure}
             files.write(cell.folder / FAILED, json.dumps(record, indent=2) + "\n")
         observer.warning(f"failed: {cell}: {cell.failure}")

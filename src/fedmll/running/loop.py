@@ -46,7 +46,7 @@ from fedmll.running.folder import (
     to_json,
 )
 from fedmll.running.notebook import default_observer
-from fedmll.running.observers import Observer, Result
+from fedmll.running.observers import INTERRUPTED, Observer, Result
 from fedmll.running.outcome import leave
 
 SELECTION = "val_macro_auc"  # what "best on validation data" means, for early stopping and for tuning
@@ -135,7 +135,8 @@ def _go(data: Federation, engine: Engine, out: Path, observer: Observer, before:
                 _change(out, before, data.experiment, observer)
             result = _Run(data, engine, out, observer, log).go()
         except (FedmllError, KeyboardInterrupt) as error:
-            log.error("stopped: %s", str(error) or "interrupted")
+            log.error("stopped: %s", str(error) or INTERRUPTED)
+            observer.stopped(str(error) or INTERRUPTED)
             raise
     observer.finished(result)
     return result

@@ -14,6 +14,8 @@ from fedmll.message import Tensors
 from fedmll.running import shown
 from fedmll.running.folder import Row
 
+INTERRUPTED = "interrupted"  # why a run stopped, if a person did it
+
 
 class Observer:
     """Is told what happens; changes nothing. Override what you want to see."""
@@ -31,6 +33,8 @@ class Observer:
     def warning(self, text: str) -> None: ...
 
     def finished(self, result: Result) -> None: ...
+
+    def stopped(self, reason: str) -> None: ...
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,17 @@ from fedmll.engines.learner import Learner
 from fedmll.evaluation.metrics import best_thresholds
 from fedmll.evaluation.pooled import Evaluation
 from fedmll.message import Message
-from fedmll.running.folder import MODEL, PER_CLASS, PREDICTIONS, SUMMARY, Row, to_json, write_csv
+from fedmll.running.folder import (
+    METRICS_CSV,
+    MODEL,
+    PER_CLASS,
+    PREDICTIONS,
+    SUMMARY,
+    Row,
+    to_json,
+    write_csv,
+    write_rows,
+)
 from fedmll.running.model import describe, write_model
 from fedmll.running.observers import Result
 from fedmll.running.predictions import write_predictions
@@ -32,6 +42,7 @@ def leave(
         write_model(out / MODEL, weights | learner.frozen(), description)
     if found.scores:
         write_predictions(out / PREDICTIONS, data, found.scores)
+    write_rows(out / METRICS_CSV, rows)
     summary = _summary(data, learner, found, kept, rows, notes)
     files.write(out / SUMMARY, to_json(summary, indent=2) + "\n")
     per_class = {"class": np.array(data.test.classes), **found.report.per_class}
