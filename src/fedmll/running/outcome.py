@@ -15,7 +15,8 @@ from fedmll.engines.learner import Learner
 from fedmll.evaluation.metrics import best_thresholds
 from fedmll.evaluation.pooled import Evaluation
 from fedmll.message import Message
-from fedmll.running.folder import MODEL, PER_CLASS, PREDICTIONS, SUMMARY, Row, to_json, write_csv
+from fedmll.running.clients import write_clients
+from fedmll.running.folder import CLIENTS, MODEL, PER_CLASS, PER_CLIENT, PREDICTIONS, SUMMARY, Row, to_json, write_csv
 from fedmll.running.model import describe, write_model
 from fedmll.running.observers import Result
 from fedmll.running.predictions import write_predictions
@@ -32,6 +33,7 @@ def leave(
         write_model(out / MODEL, weights | learner.frozen(), description)
     if found.scores:
         write_predictions(out / PREDICTIONS, data, found.scores)
+    write_clients(out / CLIENTS, data)
     summary = _summary(data, learner, found, kept, rows, notes)
     files.write(out / SUMMARY, to_json(summary, indent=2) + "\n")
     per_class = {"class": np.array(data.test.classes), **found.report.per_class}
@@ -39,7 +41,7 @@ def leave(
     per_client: dict[str, NDArray[Any]] = {}
     if found.clients is not None:
         per_client = found.clients.table | {"client": np.array(data.names)[found.clients.table["client"]]}
-        write_csv(out / "per_client.csv", per_client)
+        write_csv(out / PER_CLIENT, per_client)
     return Result(data.experiment, out, rows, summary, weights, per_class, per_client)
 
 
