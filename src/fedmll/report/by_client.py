@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from fedmll.report.chart import COUNT, DOTS, MAP, NAME, PERCENT, Axis, Chart, Columns, Series, Sheet
@@ -11,6 +13,7 @@ from fedmll.running.clients import ClientLabels
 
 ALONE = "local-only"
 OWN = {"map": "mAP", "auc": "AUC", "macro_f1": "macro F1"}
+WIDTH = 0.6  # of the dots of a method, where one method stands beside the other
 MOST_CLIENTS, MOST_CLASSES, MOST_MAPS = 120, 120, 6  # of a map that can be read, and maps of a page
 
 
@@ -56,53 +59,54 @@ def _told_apart(sheets: list[Sheet]) -> list[Sheet]:
 
 def by_client(study: Study) -> Chart | None:
     """The gain of each client over its own model, paired by seed, where a local-only run is there; else what each
-    client has of the model."""
+    client has of the model. A client is one of its seed: another seed divides the data anew."""
     alone = [row for row in study.rows if row.first.method == ALONE and any(run.per_client for run in row.finished)]
-    series = []
-    for place, row in enumerate(study.rows):
-        if alone and row.first.method == ALONE:
-            continue
-        columns = _gains(row, alone[0] if alone else None)
-        if columns[NAME]:
-            series.append(Series(row.label, place, columns))
-    if not series:
+    found = {
+        place: columns
+        for place, row in enumerate(study.rows)
+        if not (alone and row.first.method == ALONE) and (columns := _of(row, alone[0] if alone else None))[NAME]
+    }
+    if not found:
         return None
-    x = Axis("samples", "samples that the client holds out", COUNT, log=True)
+    labels = tuple(study.rows[place].label for place in found)
+    series = [
+        Series(labels[number], place, columns | {"method": _beside(number, len(columns[NAME]))})
+        for number, (place, columns) in enumerate(found.items())
+    ]
+    xs = [
+        Axis("method", "method", names=labels, limits=(-0.6, len(labels) - 0.4)),
+        Axis("samples", "samples that the client holds out", COUNT, log=True),
+    ]
     if alone:
         ys = [Axis(key, f"gain in {text}, percentage points", PERCENT) for key, text in OWN.items()]
-        words = (
-            "A dot is a client, the mean over the seeds: its own held-out samples, by the common model, minus by the "
-        )
-        words += "model it has trained alone. Above the line it gains by taking part."
-        return Chart("gain", "Each client's gain over local-only", words, DOTS, [x], ys, series, line="zero")
+        words = "A dot is a client of a seed: its own held-out samples by the common model, minus by the model that it "
+        words += "trained alone. Above the dashed line it gains by taking part; a bar is the mean."
+        return Chart("gain", "Each client’s gain over local-only", words, DOTS, xs, ys, series, line="zero")
     ys = [Axis(key, f"{text}, %", PERCENT) for key, text in OWN.items()]
-    words = "A dot is a client, measured on the samples that it holds out itself; the mean over the seeds."
-    return Chart("own", "What each client gets", words, DOTS, [x], ys, series)
+    words = "A dot is a client of a seed, measured on the samples that it holds out itself; a bar is the mean."
+    return Chart("own", "What each client gets", words, DOTS, xs, ys, series)
 
 
-def _gains(row: Row, alone: Row | None) -> Columns:
-    """A line a client: means over the seeds in which both were measured."""
-    found: dict[str, list[list[float]]] = {}
-    base = {} if alone is None else {run.seed: _by_name(run) for run in alone.finished}
+def _beside(place: int, count: int) -> list[float]:
+    """The dots of one thing, side by side around its place."""
+    return (place + WIDTH * (np.arange(count) / max(1, count - 1) - 0.5 * (count > 1))).tolist()
+
+
+def _of(row: Row, alone: Row | None) -> Columns:
+    """A line a client and seed: what it has, or what it gains where both were measured."""
+    base = {(run.seed, line[0]): line[1:] for run in (alone.finished if alone else ()) for line in _lines(run)}
+    columns: Columns = {key: [] for key in (NAME, "samples", *OWN)}
     for run in row.finished:
-        if alone is not None and run.seed not in base:
-            continue
-        for name, values in _by_name(run).items():
-            before = base.get(run.seed, {}).get(name)
-            if alone is not None and before is None:
+        for name, samples, *values in _lines(run):
+            before = base.get((run.seed, name)) if alone else (samples, *[0.0] * len(values))
+            if before is None:
                 continue
-            margin = values[1:] if before is None else [a - b for a, b in zip(values[1:], before[1:], strict=True)]
-            found.setdefault(name, []).append([values[0], *margin])
-    columns: Columns = {NAME: list(found)}
-    for place, key in enumerate(("samples", *OWN)):
-        columns[key] = [_mean([values[place] for values in of]) for of in found.values()]
+            columns[NAME].append(f"{name}, seed {run.seed}")
+            columns["samples"].append(samples)
+            for key, value, other in zip(OWN, values, before[1:], strict=True):
+                columns[key].append(value - other)
     return columns
 
 
-def _by_name(run: Run) -> dict[str, list[float]]:
-    return {str(line["client"]): [number(line.get(key)) for key in ("samples", *OWN)] for line in run.per_client}
-
-
-def _mean(values: list[float]) -> float:
-    defined = [value for value in values if np.isfinite(value)]
-    return float(np.mean(defined)) if defined else float("nan")
+def _lines(run: Run) -> list[tuple[Any, ...]]:
+    return [(line["client"], *(number(line.get(key)) for key in ("samples", *OWN))) for line in run.per_client]

@@ -25,6 +25,7 @@ class Axis:
     format: str = NUMBER
     log: bool = False
     limits: tuple[float, float] | None = None
+    names: tuple[str, ...] = ()  # of 0, 1, 2, …: an axis of things, not of numbers
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,10 @@ def curves(study: Study, metrics: Sequence[str] | None = None) -> Chart | None:
         for place, row in enumerate(study.rows)
         if len((columns := curve(row.finished or row.runs, names))["round"])
     ]
-    names = [name for name in names if any(_some(one.columns[name]) for one in series)]
+    names = [name for name in names if any(np.isfinite(one.columns[name]).any() for one in series)]
     if not names:
         return None
+    names.sort(key=lambda name: not _is_curve(name, series))  # one that was measured at the end alone is no curve
     ys = [Axis(name, called(name) + (", %" if name in percent else ""), unit(name, percent)) for name in names]
     several = any(len(row.finished or row.runs) > 1 for row in study.rows)
     words = "The line is the mean over the seeds, the band reaches from the lowest to the highest. " if several else ""
@@ -82,8 +83,9 @@ def _has(row: dict[str, object], names: Sequence[str]) -> bool:
     return any(np.isfinite(number(row.get(name))) for name in names)
 
 
-def _some(values: Sequence[float]) -> bool:
-    return bool(np.isfinite(values).any())
+def _is_curve(name: str, series: Sequence[Series]) -> bool:
+    """Most rows have it of more than one round."""
+    return sum(np.isfinite(one.columns[name]).sum() > 1 for one in series) * 2 > len(series)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -27,10 +27,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 MOST_VIEWS = 6  # metrics of a chart that are drawn; its CSV has all
 SMALL = 40  # points of a line that are also marked
 RESOLUTION = 200  # dots an inch
-SAME_SVG: Any = {
-    "svg.hashsalt": "fedmll",
-    "svg.fonttype": "none",
-}  # the same picture is the same bytes; text stays text
+SAME_SVG: Any = {"svg.hashsalt": "fedmll", "svg.fonttype": "none"}  # text stays text; the same picture, the same bytes
 
 
 def pictures(chart: Chart) -> list[Picture]:
@@ -39,11 +36,9 @@ def pictures(chart: Chart) -> list[Picture]:
         return [_map(chart, place) for place in range(len(chart.sheets))]
     views = [(x, chart.ys[0]) for x in chart.xs] + [(chart.xs[0], y) for y in chart.ys[1:MOST_VIEWS]]
     return [
-        Picture(
-            _file(chart, x, y), f"{chart.title}: {y.label} by {x.label}", chart.words, draw(chart, x, y), chart.rows
-        )
+        Picture(_file(chart, x, y), f"{chart.title}: {y.label}", chart.words, draw(chart, x, y), chart.rows_of(x, y))
         for x, y in views
-    ]  # fmt: skip
+    ]
 
 
 def _file(chart: Chart, x: Axis, y: Axis) -> str:
@@ -74,6 +69,8 @@ def draw(chart: Chart, x: Axis, y: Axis) -> Figure:
     if x.log:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(ScalarFormatter())
+    if x.names:
+        axes.set_xticks(range(len(x.names)), [plain(name) for name in x.names], rotation=25, ha="right", fontsize=8)
     for axis, setting in ((x, axes.set_xlim), (y, axes.set_ylim)):
         if axis.limits:
             setting(*axis.limits)
@@ -82,7 +79,7 @@ def draw(chart: Chart, x: Axis, y: Axis) -> Figure:
     axes.grid(axis="y", color="0.9", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(chart.series) > 1:
+    if len(chart.series) > 1 and not x.names:
         figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)
     return figure
 

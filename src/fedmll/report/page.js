@@ -58,7 +58,8 @@
       const found = [];
       for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
         for (const step of high / low > 1000 ? [1] : [1, 2, 5]) found.push(step * 10 ** power);
-      return found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001).map((tick) => Number(tick.toPrecision(3)));
+      const inside = found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001).map((tick) => Number(tick.toPrecision(3)));
+      if (inside.length > 2) return inside; // less than a decade is as good as linear
     }
     const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((s) => s * power).find((s) => s >= rough);
@@ -124,12 +125,16 @@
       plot.append(el("div", { class: "empty" }, hidden.size ? "Every row that has it is hidden." : "No run has this."));
       return;
     }
-    const width = Math.max(260, plot.clientWidth), height = Math.round(Math.min(430, Math.max(270, width * 0.5)));
+    const width = Math.max(260, plot.clientWidth);
     const ends = [...all.map((p) => p.y), ...all.flatMap((p) => [p.low, p.high]).filter(there)];
     if (chart.line === "zero") ends.push(0);
     const xSpan = span(all.map((p) => p.x), x), ySpan = span(ends, y);
-    const yTicks = ticks(...ySpan, height / 60, false), labels = yTicks.map((tick) => written(tick, "number"));
-    const left = 14 + 7.2 * Math.max(...labels.map((label) => label.length)), right = 16, top = 30, bottom = 46;
+    const names = x.names || [], longest = Math.max(0, ...names.map((name) => Math.min(24, name.length)));
+    const slanted = names.length > 0 && (width / names.length) < 7 * longest + 6;
+    const top = 30, bottom = !names.length ? 46 : slanted ? 24 + 4.6 * longest : 30;
+    const height = Math.round(Math.min(360, Math.max(200, width * 0.42)) + top + bottom);
+    const yTicks = ticks(...ySpan, (height - top - bottom) / 50, false), labels = yTicks.map((tick) => written(tick, "number"));
+    const left = 14 + 7.2 * Math.max(...labels.map((label) => label.length)), right = 16;
     const toX = scale(xSpan, left, width - right, x.log), toY = scale(ySpan, height - bottom, top, false);
     const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
     picture.append(svg("title", {}, `${chart.title}: ${y.label} by ${x.label}`));
@@ -137,8 +142,14 @@
       picture.append(svg("line", { x1: left, x2: width - right, y1: toY(tick), y2: toY(tick), class: "rule" }));
       picture.append(svg("text", { x: left - 7, y: toY(tick) + 4, "text-anchor": "end" }, labels[place]));
     });
+    names.forEach((name, place) => {
+      const text = name.length > 24 ? `${name.slice(0, 23)}…` : name, at = [toX(place), height - bottom + 18];
+      const how = slanted ? { "text-anchor": "end", transform: `translate(${at[0] + 5} ${at[1] - 4}) rotate(-40)` }
+        : { "text-anchor": "middle", x: at[0], y: at[1] };
+      picture.append(svg("text", how, text));
+    });
     let free = -Infinity;
-    ticks(...xSpan, width / 90, x.log).filter((tick) => x.format !== "count" || Number.isInteger(tick)).forEach((tick) => {
+    if (!names.length) ticks(...xSpan, width / 90, x.log).filter((tick) => x.format !== "count" || Number.isInteger(tick)).forEach((tick) => {
       const label = written(tick, "number"), half = 3.6 * label.length;
       if (toX(tick) - half < free) return;
       free = toX(tick) + half + 8;
@@ -146,12 +157,13 @@
       picture.append(svg("text", { x: toX(tick), y: height - bottom + 18, "text-anchor": "middle" }, label));
     });
     picture.append(svg("line", { x1: left, x2: width - right, y1: height - bottom, y2: height - bottom, class: "base" }));
-    picture.append(svg("text", { x: width - right, y: height - 8, "text-anchor": "end", class: "title" }, x.label));
+    if (!names.length) picture.append(svg("text", { x: width - right, y: height - 8, "text-anchor": "end", class: "title" }, x.label));
     picture.append(svg("text", { x: 2, y: 14, class: "title" }, y.label));
     if (chart.line === "zero") picture.append(svg("path", { d: `M${left} ${toY(0)}H${width - right}`, class: "compare" }));
     if (chart.line === "diagonal")
       picture.append(svg("path", { d: `M${toX(0)} ${toY(0)}L${toX(1)} ${toY(1)}`, class: "compare" }));
     shown.forEach((series) => drawSeries(picture, chart.kind, series, toX, toY));
+    if (names.length) shown.forEach((series) => drawMean(picture, series, toX, toY));
     const mark = svg("circle", { r: 6.5, style: "fill:none;stroke:var(--ink);stroke-width:1.5", visibility: "hidden" });
     picture.append(mark);
     plot.append(picture);
@@ -183,6 +195,12 @@
     picture.append(group);
   };
 
+  const drawMean = (picture, series, toX, toY) => {
+    const mean = series.points.reduce((sum, p) => sum + p.y, 0) / series.points.length;
+    const at = series.points.map((p) => toX(p.x)), y = toY(mean), style = `stroke:${colour(series.row)};stroke-width:3`;
+    picture.append(svg("path", { d: `M${Math.min(...at) - 6} ${y}H${Math.max(...at) + 6}`, style }));
+  };
+
   const follow = (picture, plot, mark, shown, toX, toY, x, y) => {
     picture.addEventListener("pointermove", (event) => {
       const box = picture.getBoundingClientRect(), mx = event.clientX - box.left, my = event.clientY - box.top;
@@ -200,7 +218,7 @@
         series.points.filter((p) => (best.name === undefined ? p.x === best.x : p.name === best.name))
           .map((p) => [series.label, told(p, y), series.row, p.y]));
       same.sort((a, b) => b[3] - a[3]);
-      const title = best.name === undefined ? `${x.label}: ${written(best.x, x.format)}` : `${best.name} · ${written(best.x, x.format)}`;
+      const title = best.name !== undefined && x.names.length ? best.name : best.name === undefined ? `${x.label}: ${written(best.x, x.format)}` : `${best.name} · ${written(best.x, x.format)}`;
       showTip(plot, toX(best.x), toY(best.y), title, same.slice(0, 16));
     });
     picture.addEventListener("pointerleave", () => { mark.setAttribute("visibility", "hidden"); hideTip(); });

@@ -42,6 +42,7 @@ class Results:
     usual: list[bool]  # shown at once; the others on request
     lines: list[Line]
     words: str
+    several: bool  # some row has more than one seed
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -73,7 +74,8 @@ def results(study: Study, intervals: bool = True) -> Results | None:
         words += "Percent; in brackets the 95 % interval (bootstrap over test samples; whole patients where there are)."
     else:
         words += "Percent."
-    return Results(metrics, [called(name) for name in metrics], [name in usual for name in metrics], lines, words)
+    headings, shown = [called(name) for name in metrics], [name in usual for name in metrics]
+    return Results(metrics, headings, shown, lines, words, not single)
 
 
 def contenders(study: Study) -> list[Row]:

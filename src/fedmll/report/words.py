@@ -21,6 +21,7 @@ KINDS = {
     "labels-per-client": "{labels_per_client} classes each",
     "iid": "chance",
 }
+OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 NO_SETTING = ("seed", "engine", "plugins")
 PATHS = ("data.root", "model.weights")  # of a machine: only the file's name is told
 
@@ -97,6 +98,7 @@ def _training(study: Study) -> str:
         parts.append(f"{counted(int(shared['training.local_epochs']), 'local epoch')} a round")
     optimizer, lr = shared.get("training.optimizer"), shared.get("training.lr")
     if optimizer:
+        optimizer = OPTIMIZERS.get(optimizer, optimizer)
         parts.append(
             f"{optimizer} with a learning rate of {lr}" if lr else f"{optimizer} with each row's own learning rate"
         )

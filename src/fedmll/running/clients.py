@@ -4,8 +4,8 @@ names      (K,) strings
 classes    (C,) strings
 samples    int64 (K,), what each client trains on
 annotated  bool (K, C): the client knows a label of the class
-positives  int32 (K, C): samples with the class, as the client annotates them. Not in the file where nobody here knows it:
-           the server of a federation between machines
+positives  int32 (K, C): samples with the class, as the client annotates them. Not in the file where nobody here knows
+           it: at the server of a federation between machines
 """
 
 from __future__ import annotations
