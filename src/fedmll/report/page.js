@@ -62,7 +62,7 @@
       if (inside.length > 2) return inside; // less than a decade is as good as linear
     }
     const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((s) => s * power).find((s) => s >= rough);
+    const step = [1, 2, 2.5, 5, 10].map((s) => s * power).find((s) => s >= rough);
     const found = [];
     for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(Number((n * step).toPrecision(12)));
     return found;
@@ -130,10 +130,10 @@
     if (chart.line === "zero") ends.push(0);
     const xSpan = span(all.map((p) => p.x), x), ySpan = span(ends, y);
     const names = x.names || [], longest = Math.max(0, ...names.map((name) => Math.min(24, name.length)));
-    const slanted = names.length > 0 && (width / names.length) < 7 * longest + 6;
-    const top = 30, bottom = !names.length ? 46 : slanted ? 24 + 4.6 * longest : 30;
+    const upright = names.length > 0 && (width / names.length) < 7 * longest + 6;
+    const top = 30, bottom = !names.length ? 46 : upright ? 18 + 6.6 * longest : 30;
     const height = Math.round(Math.min(360, Math.max(200, width * 0.42)) + top + bottom);
-    const yTicks = ticks(...ySpan, (height - top - bottom) / 50, false), labels = yTicks.map((tick) => written(tick, "number"));
+    const yTicks = ticks(...ySpan, Math.max(4, (height - top - bottom) / 50), false), labels = yTicks.map((tick) => written(tick, "number"));
     const left = 14 + 7.2 * Math.max(...labels.map((label) => label.length)), right = 16;
     const toX = scale(xSpan, left, width - right, x.log), toY = scale(ySpan, height - bottom, top, false);
     const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
@@ -144,7 +144,7 @@
     });
     names.forEach((name, place) => {
       const text = name.length > 24 ? `${name.slice(0, 23)}…` : name, at = [toX(place), height - bottom + 18];
-      const how = slanted ? { "text-anchor": "end", transform: `translate(${at[0] + 5} ${at[1] - 4}) rotate(-40)` }
+      const how = upright ? { "text-anchor": "end", transform: `translate(${at[0] + 4} ${at[1] - 10}) rotate(-90)` }
         : { "text-anchor": "middle", x: at[0], y: at[1] };
       picture.append(svg("text", how, text));
     });

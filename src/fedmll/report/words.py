@@ -21,6 +21,7 @@ KINDS = {
     "labels-per-client": "{labels_per_client} classes each",
     "iid": "chance",
 }
+GLUE = "\N{NO-BREAK SPACE}"
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 NO_SETTING = ("seed", "engine", "plugins")
 PATHS = ("data.root", "model.weights")  # of a machine: only the file's name is told
@@ -31,7 +32,8 @@ Settings = list[tuple[str, str]]
 def paragraph(study: Study) -> str:
     """One paragraph; it says no more than the runs' files do."""
     sentences = [_what(study), _data(study), _training(study), _winner(study), _losses(study)]
-    return " ".join(sentence for sentence in sentences if sentence)
+    text = " ".join(sentence for sentence in sentences if sentence)
+    return text.replace(" ± ", f"{GLUE}±{GLUE}").replace(" %", f"{GLUE}%")
 
 
 def counted(number: int, thing: str) -> str:
