@@ -24,7 +24,7 @@ def test_a_drawing_by_hand() -> None:
     lines = drawing(Chart("c", "C", "", "lines", [x], [y], [rising, single, nothing]), x, y, width=36)
     assert lines[0] == "training loss"
     inside = [line[4:] for line in lines[1:17]]
-    assert inside[0].rstrip() == " " * 30 + "●" and inside[15].rstrip() == "●" + " " * 14 + "▲"
+    assert inside[0].rstrip() == " " * 30 + "●" and inside[15].rstrip() == "●●" + " " * 13 + "▲"
     assert [line.find("●") for line in inside] == sorted((line.find("●") for line in inside), reverse=True)
     assert [line[:3] for line in lines[1:17] if line[:3].strip()] == [" 15", " 10", "  5", "  0"]
     assert lines[18].split() == ["0", "round", "30"]

@@ -84,8 +84,8 @@ def _has(row: dict[str, object], names: Sequence[str]) -> bool:
 
 
 def _is_curve(name: str, series: Sequence[Series]) -> bool:
-    """Most rows have it of more than one round."""
-    return sum(np.isfinite(one.columns[name]).sum() > 1 for one in series) * 2 > len(series)
+    """At least half of the rows have it of more than one round."""
+    return sum(np.isfinite(one.columns[name]).sum() > 1 for one in series) * 2 >= len(series)
 
 
 def _mean(values: Sequence[float]) -> float:

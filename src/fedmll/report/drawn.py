@@ -24,7 +24,7 @@ from fedmll.report.chart import DOTS, HIGH, LINES, LOW, MAP, Axis, Chart, Series
 COLOURS = ("#0072b2", "#d55e00", "#008a63", "#b1468c", "#b37700", "#2f9bd6", "#7a4a1e", "#5f6670")  # as in page.css
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
-MOST_VIEWS = 6  # metrics of a chart that are drawn; its CSV has all
+MOST_VIEWS = 4  # metrics of a chart that are drawn; its CSV has all
 SMALL = 40  # points of a line that are also marked
 RESOLUTION = 200  # dots an inch
 SAME_SVG: Any = {"svg.hashsalt": "fedmll", "svg.fonttype": "none"}  # text stays text; the same picture, the same bytes
