@@ -83,7 +83,19 @@ def draw(
     classes: Sequence[str],
     known: NDArray[np.bool_] | None = None,
 ) -> None:
-    """Write the map as a PNG (or what the name ends in): darker is more positives, hatched is withheld."""
+    """Write the map as a PNG (or what the name ends in)."""
+    figure = figure_of(counts, names, classes, known)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.lstrip(".") or "png", dpi=150)
+
+
+def figure_of(
+    counts: NDArray[np.integer],
+    names: Sequence[str],
+    classes: Sequence[str],
+    known: NDArray[np.bool_] | None = None,
+) -> Figure:
+    """The map: darker is more positives, hatched is withheld."""
     shown = np.asarray(counts)[:PICTURE_LIMIT, :PICTURE_LIMIT]
     withheld = np.zeros(shown.shape, dtype=bool) if known is None else ~known[:PICTURE_LIMIT, :PICTURE_LIMIT]
     rows, columns = shown.shape
@@ -107,8 +119,7 @@ def draw(
     bar_axes.set_ylabel("positives", fontsize=9)
     note = _note(names, classes, PICTURE_LIMIT)
     axes.annotate(note, (0, 0), (4, 4), "figure fraction", textcoords="offset points", fontsize=8, color="0.35")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.lstrip(".") or "png", dpi=150)
+    return figure
 
 
 def _lay_out(

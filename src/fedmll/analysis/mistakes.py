@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ from fedmll.data.images.cache import Progress, silent
 from fedmll.errors import ConfigError
 from fedmll.running.predictions import Predictions
 from fedmll.running.saved import SavedRun
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TILE = 1.5  # inches a tile of the sheet
 MOST = 30  # classes on it
@@ -53,6 +57,13 @@ def images_of(run: SavedRun, progress: Progress = silent) -> NDArray[np.uint8]:
 
 
 def draw(path: Path, kept: Predictions, found: dict[str, list[Mistake]], store: NDArray[np.uint8]) -> None:
+    """Write the contact sheet as a PNG."""
+    figure = sheet(kept, found, store)
+    with files.replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def sheet(kept: Predictions, found: dict[str, list[Mistake]], store: NDArray[np.uint8]) -> Figure:
     """The contact sheet: a row a class that has mistakes, up to 30."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -75,5 +86,4 @@ def draw(path: Path, kept: Predictions, found: dict[str, list[Mistake]], store: 
                 axes.set_title(f"{truth}, p = {wrong[place].probability:.2f}", fontsize=7)
         line[0].set_ylabel(name, fontsize=8)
     FigureCanvasAgg(figure)
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
+    return figure

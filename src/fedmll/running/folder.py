@@ -24,7 +24,8 @@ from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
 
 EXPERIMENT, DATA, SUMMARY, METRICS, LOCK = "experiment.toml", "data.json", "summary.json", "metrics.jsonl", ".lock"
-MODEL, PREDICTIONS, PER_CLASS = "model.safetensors", "predictions.npz", "per_class.csv"
+MODEL, PREDICTIONS, CLIENTS = "model.safetensors", "predictions.npz", "clients.npz"
+PER_CLASS, PER_CLIENT = "per_class.csv", "per_client.csv"
 METRICS_CSV = "metrics.csv"
 MEMORY = Path("checkpoint") / "memory"
 PLUGINS, FAILED, COMPARISON = "plugins.json", "failed.json", "comparison.json"

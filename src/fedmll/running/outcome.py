@@ -15,10 +15,13 @@ from fedmll.engines.learner import Learner
 from fedmll.evaluation.metrics import best_thresholds
 from fedmll.evaluation.pooled import Evaluation
 from fedmll.message import Message
+from fedmll.running.clients import write_clients
 from fedmll.running.folder import (
+    CLIENTS,
     METRICS_CSV,
     MODEL,
     PER_CLASS,
+    PER_CLIENT,
     PREDICTIONS,
     SUMMARY,
     Row,
@@ -43,6 +46,7 @@ def leave(
     if found.scores:
         write_predictions(out / PREDICTIONS, data, found.scores)
     write_rows(out / METRICS_CSV, rows)
+    write_clients(out / CLIENTS, data)
     summary = _summary(data, learner, found, kept, rows, notes)
     files.write(out / SUMMARY, to_json(summary, indent=2) + "\n")
     per_class = {"class": np.array(data.test.classes), **found.report.per_class}
@@ -50,7 +54,7 @@ def leave(
     per_client: dict[str, NDArray[Any]] = {}
     if found.clients is not None:
         per_client = found.clients.table | {"client": np.array(data.names)[found.clients.table["client"]]}
-        write_csv(out / "per_client.csv", per_client)
+        write_csv(out / PER_CLIENT, per_client)
     return Result(data.experiment, out, rows, summary, weights, per_class, per_client)
 
 

@@ -1,0 +1,143 @@
+"""The page in a real browser: no complaint, every picture visible, light and dark, narrow and wide; choices work."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared import comparison
+from matplotlib.figure import Figure
+
+from fedmll.analysis.picture import Picture
+from fedmll.report.page import write_report
+
+__all__ = ["comparison"]
+
+pytestmark = pytest.mark.slow
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+)
+CHARTS = {"curves", "classes", "clients", "gain", "calibration", "thresholds"}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in programs:
+        pytest.skip("Debian's chromium and chromedriver are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=programs[1]))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(comparison: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    def look(run: object) -> list[Picture]:
+        figure = Figure(figsize=(3, 2))
+        figure.subplots().plot([0, 1], [1, 0])
+        return [Picture("made", "Made up", "A line.", figure)]
+
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    write_report([comparison], file, look=look)
+    return file.as_uri()
+
+
+def opened(browser: Any, page: str, width: int = 1400, dark: bool = False) -> None:
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": scheme})
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(page)
+
+
+def series(browser: Any, chart: str) -> list[str]:
+    return browser.execute_script(
+        "return [...document.querySelectorAll(`figure[data-chart=${arguments[0]}] g[data-series]`)]"
+        ".map((group) => group.dataset.series)", chart
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_every_picture_is_visible(browser: Any, page: str, width: int, dark: bool) -> None:
+    begin = time.monotonic()
+    opened(browser, page, width, dark)
+    seconds = (
+        browser.execute_script("return performance.timing.loadEventEnd - performance.timing.navigationStart") / 1000
+    )
+    assert seconds < 3, f"{time.monotonic() - begin:.1f} s with the browser's own work"
+    assert browser.get_log("browser") == []
+    found = browser.execute_script(
+        "return [...document.querySelectorAll('figure')].map((figure) => {"
+        "  const drawn = figure.querySelector('.plot svg, img'), box = drawn.getBoundingClientRect();"
+        "  return [figure.dataset.chart || 'inside', box.width, box.height, drawn.querySelectorAll('*').length];"
+        "})"
+    )
+    assert {name for name, *_ in found} == CHARTS | {"inside"}
+    for name, wide, high, parts in found:
+        assert wide > 200 and high > 60 and (name == "inside" or parts > 10), name
+    across, inner = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert across <= inner, "the page itself does not scroll sideways"
+    paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
+
+
+def test_a_metric_an_axis_and_a_row_are_chosen(browser: Any, page: str) -> None:
+    opened(browser, page)
+    curves = browser.find_element("css selector", "figure[data-chart=curves]")
+    title = "return document.querySelector('figure[data-chart=curves] svg title').textContent"
+    assert browser.execute_script(title) == "Learning curves: mAP, % by round"
+    curves.find_element("css selector", "select option[value='1']").click()
+    curves.find_element("css selector", ".choice button:nth-child(3)").click()
+    assert browser.execute_script(title) == "Learning curves: macro AUC, % by seconds of this machine"
+    assert series(browser, "curves") == ["local-only", "fedprox:mu=0.1"]
+    browser.find_element("css selector", "tr[data-row='1'] input").click()
+    assert series(browser, "curves") == ["local-only"] and series(browser, "thresholds") == []
+    curves.find_element("css selector", ".legend button[data-row='1']").click()
+    assert series(browser, "curves") == ["local-only", "fedprox:mu=0.1"]
+    assert browser.find_element("css selector", "tr[data-row='1'] input").is_selected()
+    assert browser.get_log("browser") == []
+
+
+def test_the_table_is_sorted_and_widened(browser: Any, page: str) -> None:
+    opened(browser, page)
+    heading = browser.find_element("css selector", "table.results thead th:nth-child(2) button")
+    cells = "document.querySelectorAll('table.results tbody td:nth-child(2)')"
+    values = f"return [...{cells}].map((cell) => Number(cell.dataset.value))"
+    for reverse in (True, False):
+        heading.click()
+        found = browser.execute_script(values)
+        assert found == sorted(found, reverse=reverse)
+    count = "return [...document.querySelectorAll('table.results thead th')].filter((cell) => cell.offsetWidth).length"
+    before = browser.execute_script(count)
+    browser.find_element("id", "all-metrics").click()
+    assert browser.execute_script(count) > before
+
+
+def test_the_theme_button_and_the_values_under_the_mouse(browser: Any, page: str) -> None:
+    from selenium.webdriver import ActionChains
+
+    opened(browser, page)
+    browser.find_element("id", "theme").click()
+    assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 29)"
+    for chart, words in (("curves", "round: "), ("clients", "c00")):
+        plot = browser.find_element("css selector", f"figure[data-chart={chart}] .plot svg")
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", plot)
+        ActionChains(browser).move_to_element(plot).perform()
+        tip = browser.find_element("css selector", ".tip")
+        assert tip.is_displayed() and words in tip.text
+    details = browser.find_element("css selector", "figure[data-chart=classes] .numbers summary")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", details)
+    details.click()
+    assert len(browser.find_elements("css selector", "figure[data-chart=classes] .numbers tbody tr")) == 20

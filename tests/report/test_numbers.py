@@ -1,0 +1,246 @@
+"""Every number of a report, against the runs' files and against figures worked out elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compared import comparison, experiment, keep_predictions, made_run
+from scipy.stats import binomtest
+from sklearn.metrics import f1_score, precision_score, recall_score
+
+from fedmll.data import federation
+from fedmll.evaluation.intervals import bootstrap
+from fedmll.report import curves as curves_module
+from fedmll.report.by_class import by_class
+from fedmll.report.by_client import by_client, label_maps
+from fedmll.report.by_threshold import THRESHOLDS, calibration, cut, reliability, thresholds, wilson
+from fedmll.report.curves import curve, curves
+from fedmll.report.results import ranked, results
+from fedmll.report.study import gather
+from fedmll.report.words import common, counted, paragraph
+from fedmll.running.clients import read_clients
+from fedmll.running.predictions import Predictions, read_predictions
+
+__all__ = ["comparison"]
+
+
+def table(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def test_a_curve_is_the_mean_and_the_range_of_its_seeds(tmp_path: Path) -> None:
+    lines = {0: [(1, 10.0), (2, None), (3, 30.0)], 1: [(1, 14.0), (2, None), (3, 20.0)]}
+    for seed, values in lines.items():
+        rounds = [
+            {"round": n, "loss": 1.0 / n, "seconds": 1.0 + seed, "bytes_up": 1e6 * n, "map": v} for n, v in values
+        ]
+        made_run(tmp_path / f"s{seed}", seed=seed, metrics={"map": 1.0}, rounds=rounds)
+    study = gather([tmp_path / "s0", tmp_path / "s1"])
+    found = curve(study.rows[0].runs, ["map"])
+    assert found == {
+        "round": [1, 3],
+        "megabytes": [2.0, 9.0],  # up 1 + 2 + 3, down 1 a round
+        "seconds": [1.5, 4.5],
+        "map": [12.0, 25.0],
+        "map:low": [10.0, 20.0],
+        "map:high": [14.0, 30.0],
+    }
+    chart = curves(study)
+    assert chart is not None and [axis.key for axis in chart.ys] == ["map", "loss"]
+    assert [axis.format for axis in chart.ys] == ["percent", "number"]
+
+
+def test_what_was_measured_at_the_end_alone_is_offered_after_curves(tmp_path: Path) -> None:
+    rounds = [{"round": 1, "loss": 1.0}, {"round": 2, "loss": 0.5, "map": 40.0}]
+    chart = curves(gather([made_run(tmp_path / "a", metrics={"map": 40.0}, rounds=rounds)]))
+    assert chart is not None and [axis.key for axis in chart.ys] == ["loss", "map"]
+
+
+def test_a_long_curve_is_thinned_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves_module, "MOST_POINTS", 4)
+    run = made_run(tmp_path / "a", rounds=[{"round": n, "loss": float(n)} for n in range(1, 11)])
+    assert curve(gather([run]).rows[0].runs, ["loss"])["round"] == [1, 4, 7, 10]
+
+
+def predictions(seed: int = 0, samples: int = 60, classes: int = 4) -> Predictions:
+    draw = np.random.default_rng(seed)
+    scores = np.round(draw.random((samples, classes)), 2).astype(np.float32)  # some are on a threshold
+    targets = draw.choice([-1, 0, 1], (samples, classes), p=[0.2, 0.5, 0.3]).astype(np.int8)
+    targets[:, -1] = np.minimum(targets[:, -1], 0)  # no positive: not in the means
+    return Predictions(tuple("abcd"[:classes]), scores, targets, np.arange(samples), None, None)
+
+
+def test_every_threshold_has_the_figures_of_scikit_learn() -> None:
+    kept = predictions()
+    found = cut(kept)
+    for place in (0, 13, 25, 40, 49):
+        by_class_ = []
+        for column in range(3):
+            known = kept.targets[:, column] >= 0
+            truth, said = kept.targets[known, column], kept.probabilities[known, column] > THRESHOLDS[place]
+            by_class_.append(
+                [score(truth, said, zero_division=0) for score in (f1_score, precision_score, recall_score)]
+            )
+        known = kept.targets >= 0
+        truth, said = kept.targets[known], kept.probabilities[known] > THRESHOLDS[place]
+        micro = [score(truth, said, zero_division=0) for score in (f1_score, precision_score, recall_score)]
+        for name, macro_value, micro_value in zip(
+            ("f1", "precision", "recall"), np.mean(by_class_, 0), micro, strict=True
+        ):
+            assert found[f"macro_{name}"][place] == pytest.approx(100 * macro_value)
+            assert found[f"micro_{name}"][place] == pytest.approx(100 * micro_value)
+
+
+def test_at_a_half_the_threshold_curve_is_the_run_s_own_f1(comparison: Path) -> None:
+    chart = thresholds(gather([comparison / "fedprox-mu=0.1" / "seed-0"]))
+    metrics = json.loads((comparison / "fedprox-mu=0.1" / "seed-0" / "summary.json").read_text())["metrics"]
+    assert chart is not None
+    columns = chart.series[0].columns
+    assert columns["threshold"][25] == 0.5
+    assert columns["macro_f1"][25] == pytest.approx(metrics["macro_f1"])
+    assert columns["micro_f1"][25] == pytest.approx(metrics["micro_f1"])
+
+
+def test_reliability_by_hand() -> None:
+    scores = np.array([[0.05, 0.05], [0.06, 0.5], [1.0, 0.5], [0.5, 0.3]], np.float32)
+    targets = np.array([[0, 1], [0, 1], [1, 0], [1, -1]], np.int8)
+    kept = Predictions(("a", "b"), scores, targets, np.arange(4), None, None)
+    columns, error = reliability([kept])
+    assert columns["predicted"] == pytest.approx([(0.05 + 0.06 + 0.05) / 3, 0.5, 1.0], rel=1e-6)
+    assert columns["observed"] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert columns["count"] == [3, 3, 1]
+    assert error == pytest.approx(100 * (abs(0.16 - 1) + abs(1.5 - 2) + 0) / 7, rel=1e-5)
+
+
+def test_wilson_s_interval_is_scipy_s() -> None:
+    low, high = wilson(np.array([0.0, 0.25, 1.0]), np.array([7, 40, 12]))
+    for place, (k, n) in enumerate(((0, 7), (10, 40), (12, 12))):
+        ends = binomtest(k, n).proportion_ci(method="wilson")
+        assert (low[place], high[place]) == pytest.approx((ends.low, ends.high), abs=1e-4)
+
+
+def test_classes_are_the_files_own(comparison: Path) -> None:
+    chart = by_class(gather([comparison]))
+    assert chart is not None
+    files = [comparison / "fedprox-mu=0.1" / f"seed-{seed}" for seed in (0, 1)]
+    aps = np.array([[float(line["ap"]) for line in table(file / "per_class.csv")] for file in files])
+    columns = chart.series[1].columns
+    np.testing.assert_allclose(columns["ap"], aps.mean(0))
+    facts = json.loads((files[0] / "data.json").read_text())["training"]
+    np.testing.assert_allclose(columns["frequency"], 100 * np.array(facts["present"]) / facts["samples"])
+    assert columns["name"] == facts["classes"]
+
+
+def test_a_gain_is_a_client_s_own_figure_minus_its_figure_alone(comparison: Path) -> None:
+    chart = by_client(gather([comparison]))
+    assert chart is not None and chart.name == "gain" and [one.label for one in chart.series] == ["fedprox:mu=0.1"]
+    columns, expected = chart.series[0].columns, {}
+    for seed in (0, 1):
+        ours, alone = (
+            {line["client"]: float(line["auc"]) for line in table(comparison / row / f"seed-{seed}" / "per_client.csv")}
+            for row in ("fedprox-mu=0.1", "local-only")
+        )
+        expected |= {f"{name}, seed {seed}": ours[name] - alone[name] for name in ours}
+    assert columns["name"] == list(expected)
+    np.testing.assert_allclose(columns["auc"], list(expected.values()))
+    assert chart.xs[0].names == ("fedprox:mu=0.1",) and all(abs(x) <= 0.3 for x in columns["method"])
+
+
+def test_without_local_only_clients_have_their_own_figures(comparison: Path) -> None:
+    folder = comparison / "fedprox-mu=0.1" / "seed-1"
+    chart = by_client(gather([folder]))
+    assert chart is not None and chart.name == "own"
+    lines = table(folder / "per_client.csv")
+    np.testing.assert_allclose(chart.series[0].columns["map"], [float(line["map"]) for line in lines])
+    np.testing.assert_allclose(chart.series[0].columns["samples"], [float(line["samples"]) for line in lines])
+
+
+def test_the_map_is_who_had_what(comparison: Path) -> None:
+    """One a seed: both methods have the same division. What is not annotated is no zero."""
+    chart = label_maps(gather([comparison]))
+    assert chart is not None and [sheet.label for sheet in chart.sheets] == ["seed 0", "seed 1"]
+    data = federation.build(experiment().changed({"seed": 1}))
+    counts = np.array([(data.truth[rows] == 1).sum(0) for rows in data.samples])
+    expected = [
+        [int(count) if known else None for count, known in zip(line, annotated, strict=True)]
+        for line, annotated in zip(counts, data.annotated, strict=True)
+    ]
+    assert chart.sheets[1].values == expected and any(None in line for line in expected)
+    assert chart.sheets[1].rows == list(data.names) and chart.sheets[1].columns == list(data.train.classes)
+    kept = read_clients(comparison / "local-only" / "seed-1" / "clients.npz")
+    assert kept.samples.tolist() == data.sizes.tolist()
+
+
+def test_figures_are_means_and_spreads_with_ranks(tmp_path: Path) -> None:
+    for method, values in {
+        "a": (10, 12, 14),
+        "b": (20, 20, 26),
+        "centralized": (50, 50, 50),
+        "c": (15, 16, 14),
+    }.items():
+        for seed, value in enumerate(values):
+            made_run(
+                tmp_path / method / f"seed-{seed}", method=method, seed=seed, metrics={"map": value, "hamming": value}
+            )
+    made_run(tmp_path / "d" / "seed-0", method="d", metrics={"map": 99.0, "hamming": 0.0})
+    found = results(gather([tmp_path]))
+    assert found is not None and found.several
+    figures = {line.label: dict(zip(found.metrics, line.figures, strict=True)) for line in found.lines}
+    assert (figures["b"]["map"].text, figures["b"]["map"].spread) == ("22.00", f"± {np.std([20, 20, 26], ddof=1):.2f}")
+    assert figures["b"]["map"].note == "seed 0: 20.00, seed 1: 20.00, seed 2: 26.00"
+    ranks = {label: (line["map"].rank, line["hamming"].rank) for label, line in figures.items()}
+    assert ranks == {
+        "a": ("", "best"),
+        "b": ("best", ""),
+        "c": ("second", "second"),
+        "centralized": ("", ""),
+        "d": ("", ""),
+    }
+    assert figures["a"]["MB/round"].text == "2.00" and figures["a"]["s/round"].text == "1.00"
+    assert "a row with fewer seeds than others, and centralized" in found.words
+
+
+def test_ranks() -> None:
+    assert ranked([1.0, 3.0, 3.0, 2.0]) == ["", "best", "best", "second"]
+    assert ranked([1.0, 3.0, float("nan")], lowest=True) == ["best", "second", ""]
+    assert ranked([1.0, 1.0]) == ["", ""]
+
+
+def test_of_one_seed_the_interval_is_the_bootstrap_s(comparison: Path) -> None:
+    folder = comparison / "fedprox-mu=0.1" / "seed-1"
+    found = results(gather([folder]))
+    kept = read_predictions(folder / "predictions.npz")
+    low, high = bootstrap(kept.probabilities, kept.targets, kept.classes, 1)["map"]
+    assert found is not None and found.lines[0].figures[0].spread == f"[{low:.2f}, {high:.2f}]"
+
+
+def test_predictions_of_all_seeds_count_in_the_calibration(tmp_path: Path) -> None:
+    kept = [predictions(seed) for seed in (0, 1)]
+    for seed, one in enumerate(kept):
+        folder = made_run(tmp_path / f"s{seed}", seed=seed, metrics={"map": 1.0})
+        keep_predictions(folder, one.probabilities, one.targets, one.classes)
+    chart = calibration(gather([tmp_path / "s0", tmp_path / "s1"]))
+    assert chart is not None and chart.series[0].columns == reliability(kept)[0]
+    assert f"fedavg {reliability(kept)[1]:.2f}." in chart.words
+
+
+def test_what_was_run_in_words(tmp_path: Path) -> None:
+    for method, value in (("fedavg", 10.0), ("fedprox", 20.0)):
+        made_run(tmp_path / method / "seed-0", method=method, metrics={"map": value})
+    failed = made_run(tmp_path / "fedmlp" / "seed-0", method="fedmlp", lr=0.5)
+    (failed / "failed.json").write_text('{"reason": "it diverged"}')
+    study = gather([tmp_path])
+    assert paragraph(study).replace("\N{NO-BREAK SPACE}", " ") == (
+        "Three methods were compared on pets with the seed 0. It has two classes; 80 training, 10 validation and 10 "
+        "test samples. Two clients share it, divided by chance. Training: three rounds. The highest mAP on the test "
+        "data has fedprox: 20.00 %. One run failed (below)."
+    )
+    shared, differ = common(study.rows)
+    assert ("training.rounds", "3") in shared
+    assert dict(differ)["training.lr"] == ["0.1", "0.5", "0.1"]
+    assert [counted(1, "class"), counted(2, "class"), counted(20, "run")] == ["one class", "two classes", "20 runs"]
