@@ -16,6 +16,7 @@ from fedmll import registry
 from fedmll.errors import ConfigError, nearest
 from fedmll.settings import (
     AUTO,
+    LATER,
     RUN,
     Annotation,
     Data,
@@ -215,12 +216,11 @@ class Experiment(Section):
         """What the weights of a round depend on, as a hash: not the engine, not where the data and the plug-ins lie
         (their contents have digests of their own), not how many rounds follow."""
         without: Any = {"engine": True, "plugins": True, "data": {"root"}, "training": {"rounds"}}
-        values = self.model_dump(mode="json", exclude=without)
+        values = self.model_dump(mode="json", exclude=without | ({"sites": True} if self.sites is None else {}))
         values["data"]["name"] = self.data.label
-        if values["sites"] is None:
-            del values["sites"]
-        if values["model"]["pixel_mean"] is None:
-            del values["model"]["pixel_mean"], values["model"]["pixel_std"]
+        for section, key in LATER:
+            if values[section][key] is None:
+                del values[section][key]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

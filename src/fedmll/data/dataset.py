@@ -115,6 +115,7 @@ class Splits:
     size     height and width that its images have now, of a composite: each source image; None for feature vectors
     window   the values that became 0 and 255, where images have more than 8 bits a pixel
     notes    what the user should know of how the data was read
+    group    whose samples stay on one side of every split (`data.group`), where the source knows it by itself
     """
 
     train: Dataset
@@ -123,3 +124,4 @@ class Splits:
     size: tuple[int, int] | None = None
     window: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
+    group: str | None = None

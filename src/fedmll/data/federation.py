@@ -154,6 +154,8 @@ def _decided(splits: Splits) -> dict[str, Any]:
         found["data.size"] = height if height == width else splits.size
     if splits.window is not None:
         found["data.window"] = splits.window
+    if splits.group is not None:
+        found["data.group"] = splits.group
     return found
 
 
