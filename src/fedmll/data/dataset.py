@@ -27,7 +27,8 @@ def mapped_file(store: NDArray[Any]) -> Path | None:
 class Dataset:
     """Samples `rows` of a store that may be shared by many datasets and may be memory-mapped.
 
-    store    uint8 (M, channels, height, width), or float32 (M, width) for feature vectors
+    store    uint8 (M, channels, height, width), or float32 (M, width) for feature vectors; it may be what is indexed
+             like such an array and decodes when it is asked (images.lazy)
     labels   int8 (N, C), the targets of the N samples in the order of `rows`: 1 present, 0 absent, -1 unknown
     rows     int64 (N,), the place of each sample in the store
     groups   (N,) strings, the client that a sample comes from, if the source says
