@@ -80,9 +80,11 @@ def describe_sources(root: Path | None = None) -> list[SourceDescription]:
     for name, source in registry.all_of("source").items():
         available = source.available(root) or source.available(None)
         for written in source.names(name):
-            counts = source.published.get(written.partition(":")[2])
+            argument = written.partition(":")[2]
+            counts = source.published.get(argument)
             samples = sum(counts.values()) if counts else None
-            facts = (available, source.classes, samples, source.licence)
+            classes = source.classes.get(argument) if isinstance(source.classes, Mapping) else source.classes
+            facts = (available, classes, samples, source.licence)
             lines.append(SourceDescription(written, source.description, *facts))
             if source.images and source.composes:
                 about = f"multi-label composites of {name}: one or two of its images on a canvas"

@@ -62,7 +62,8 @@ class Source:
     says_clients  whether it may say which client a sample belongs to (`Dataset.groups`)
     group         whose samples stay on one side of every split, by the publisher's name for it ("Patient ID")
     settings      the settings of `settings.Reading` that mean something here
-    classes, licence   for `fedmll data list`
+    classes       how many there are; where variants differ in it, by argument
+    licence       for `fedmll data list`
     published     by argument: how many samples each split has, as its publisher says
     downloads     by argument: the files that `fedmll data get` fetches
     """
@@ -77,7 +78,7 @@ class Source:
     composes: bool = True
     group: str = ""
     settings: tuple[str, ...] = ()
-    classes: int | None = None
+    classes: int | Mapping[str, int] | None = None
     licence: str = ""
     published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     downloads: Mapping[str, tuple[Download, ...]] = field(default_factory=dict)

@@ -238,6 +238,7 @@ register("source", "flair")(
         variants=tuple(KINDS),
         composes=False,
         says_clients=True,
+        classes={"coarse": 17, "fine": 1628},
         licence="CC BY-NC 4.0; images: Flickr's terms",
         published={kind: {"train": 345879, "validation": 39239, "test": 43960} for kind in KINDS},
     )
