@@ -124,7 +124,7 @@ class Experiment(Section):
             )
 
     def _check_clients(self, may_be_natural: bool) -> None:
-        if self.partition.clients is None and self.partition.kind not in ("natural", AUTO):
+        if self.partition.clients is None and self.partition.kind not in ("natural", "file", AUTO):
             self.partition.clients = DEFAULT_CLIENTS
         clients, count = self.partition.clients, self.participation.count
         if clients is None and self.partition.kind == AUTO and not may_be_natural:

@@ -91,6 +91,25 @@ def describe_data(
     console.print(f"pictures in {out} and {second}", soft_wrap=True)
 
 
+@data_app.command("freeze")
+@asks("data", "root", "clients", "seed", "skip_unreadable")
+def freeze_data(
+    asked: Asked,
+    out: Annotated[Path, typer.Option("--out", help="The file, JSON.")],
+) -> None:
+    """Write who has which sample and annotates what: the same federation for everybody, in every framework.
+
+    Example:  [bold]fedmll data freeze mine.toml --out mine.json[/], then --set partition.kind=file --set
+    partition.file=mine.json
+    """
+    from fedmll.data.freeze import freeze
+
+    found = divided(asked)
+    checksum = freeze(found, out)
+    say(f"{len(found.names)} clients, {found.sizes.sum()} samples; checksum {checksum[:16]}")
+    console.print(f'federation in {out}; use it with partition.kind = "file", partition.file', soft_wrap=True)
+
+
 @data_app.command("coverage")
 @asks("data", "root", "clients", "rounds", "seed", "skip_unreadable")
 def label_coverage(
