@@ -32,7 +32,7 @@ clean:
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -e '.[dev,flower,cluster,hf,track,export,tables]'
+	$(BIN)/pip install --quiet -e '.[dev,flower,cluster,hf,track,export,tables,hdf5,dicom]'
 	touch $@
 
 .venv/.docs: $(READY)

@@ -16,6 +16,7 @@ from fedmll import registry
 from fedmll.errors import ConfigError, nearest
 from fedmll.settings import (
     AUTO,
+    LATER,
     RUN,
     Annotation,
     Data,
@@ -123,7 +124,7 @@ class Experiment(Section):
             )
 
     def _check_clients(self, may_be_natural: bool) -> None:
-        if self.partition.clients is None and self.partition.kind not in ("natural", AUTO):
+        if self.partition.clients is None and self.partition.kind not in ("natural", "file", AUTO):
             self.partition.clients = DEFAULT_CLIENTS
         clients, count = self.partition.clients, self.participation.count
         if clients is None and self.partition.kind == AUTO and not may_be_natural:
@@ -215,12 +216,11 @@ class Experiment(Section):
         """What the weights of a round depend on, as a hash: not the engine, not where the data and the plug-ins lie
         (their contents have digests of their own), not how many rounds follow."""
         without: Any = {"engine": True, "plugins": True, "data": {"root"}, "training": {"rounds"}}
-        values = self.model_dump(mode="json", exclude=without)
+        values = self.model_dump(mode="json", exclude=without | ({"sites": True} if self.sites is None else {}))
         values["data"]["name"] = self.data.label
-        if values["sites"] is None:
-            del values["sites"]
-        if values["model"]["pixel_mean"] is None:
-            del values["model"]["pixel_mean"], values["model"]["pixel_std"]
+        for section, key in LATER:
+            if values[section][key] is None:
+                del values[section][key]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

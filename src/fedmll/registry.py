@@ -35,7 +35,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "pixels": ("fedmll.models.weights", "fedmll.models.backbones.vit"),
     "layout": ("fedmll.models.backbones.vit",),
     "source": ("fedmll.data.sources",),
-    "partition": ("fedmll.data.partition",),
+    "partition": ("fedmll.data.partition", "fedmll.data.freeze", "fedmll.data.skew"),
     "annotation": ("fedmll.data.annotate",),
     "augmentation": ("fedmll.data.images.augment",),
     "metric": ("fedmll.evaluation.metrics",),

@@ -20,6 +20,9 @@ Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isi
 AUTO = "auto"  # decided by a rule, when the experiment is made or when its data is known
 COMPOSITE = "ml-"  # of a source's name: composites of its images
 RUN = "run:"  # of weights: the folder of an earlier run
+# settings that came later: where they are not set a run's fingerprint is what it was without them
+LATER = (("model", "pixel_mean"), ("model", "pixel_std"), ("data", "doubtful"), ("partition", "file"))
+Doubtful = Literal["unknown", "present", "absent"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Reading:
     group             the column that says whose image it is: a patient's images are on one side of every split
     window            which values become black and white in images with more than 8 bits a pixel; None: from the data
     skip_unreadable   leave out images that are missing or cannot be decoded, instead of an error
+    doubtful          what a label is that its publisher marks as doubtful (VOC: difficult, CheXpert: uncertain)
     """
 
     classes: tuple[str, ...] = ()
@@ -38,6 +42,7 @@ class Reading:
     group: str | None = None
     window: tuple[float, float] | None = None
     skip_unreadable: bool = False
+    doubtful: Doubtful | None = None
     by_options: bool = False  # for errors: the user writes --ignore a,b and not --set data.ignore=["a","b"]
 
     def __post_init__(self) -> None:
@@ -89,6 +94,7 @@ class Data(Section):
     # images of more than 8 bits: what becomes 0 and 255; default: from the data
     window: tuple[float, float] | None = None
     skip_unreadable: bool = False  # leave out images that are missing or cannot be decoded
+    doubtful: Doubtful | None = None  # of voc (difficult) and chexpert (uncertain): such labels; default: unknown
     layout: Literal["quadrants", "side-by-side", "blend"] = "quadrants"  # of ml-… composites
     singles: Count | Literal["proportional", "all"] = "proportional"  # one-label composites a class
     # two-label composites a pair of classes
@@ -132,7 +138,7 @@ class Data(Section):
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.classes, self.ignore, self.group, self.window, self.skip_unreadable)
+        return Reading(self.classes, self.ignore, self.group, self.window, self.skip_unreadable, self.doubtful)
 
     @property
     def composition(self) -> dict[str, Any]:
@@ -153,6 +159,14 @@ class Partition(Section):
     # share of its samples that a client keeps for validation; auto: 0.1, or none where the source has validation data
     holdout: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = "auto"
     server: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the training samples that the server holds, unlabelled
+    file: Path | None = None  # of kind "file": what `fedmll data freeze` wrote
+
+    @model_validator(mode="after")
+    def _anchor(self) -> Partition:
+        """Paths become absolute, so that a run can go on from another folder."""
+        if self.file is not None:
+            self.__dict__["file"] = self.file.expanduser().absolute()
+        return self
 
 
 class Annotation(Section):

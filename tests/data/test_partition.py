@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import time
 from fractions import Fraction
 from functools import cache
@@ -368,12 +369,43 @@ def test_112120_samples_and_100_clients_take_less_than_5_seconds(real: bool) -> 
     assert len(labels) == 112_120 and len(result.clients) == 100
 
 
-def test_a_client_a_user_of_flair_takes_less_than_10_seconds() -> None:
+def pin(labels: Labels, **settings: object) -> str:
+    """A hash of who has what and may show what."""
+    found = partition(labels, "dirichlet", 200, 3, **settings)
+    digest = hashlib.sha256()
+    for rows in found.clients:
+        digest.update(rows.astype("<i8").tobytes() + b"|")
+    digest.update(np.ascontiguousarray(found.allowed).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("settings", "few_classes", "many_classes"),
+    [
+        ({"presence": 0.5, "beta": 0.5, "minimum": 5}, "a1601cf630be3c48", "5684cdb53b21eee2"),
+        ({"presence": 1.0, "beta": 0.1, "minimum": 3}, "77ae0d1851dd780b", "8e02095a86c9a7e3"),
+        (
+            {"presence": 0.3, "beta": 0.05, "outside": "withhold", "minimum": 10},
+            "b6613510aef6cf41",
+            "34cf19f8953f9f93",
+        ),
+    ],
+)
+def test_two_hundred_clients_are_dealt_as_they_were_before_it_became_faster(
+    settings: dict[str, object], few_classes: str, many_classes: str
+) -> None:
+    """The hashes are of the code that looked at every client for every combination."""
+    assert pin(synthetic(1, 6_000, 12), **settings) == few_classes
+    assert pin(synthetic(2, 9_000, 70, density=0.02), **settings) == many_classes
+
+
+@pytest.mark.parametrize("presence", [1.0, 0.5])
+def test_a_client_a_user_of_flair_takes_less_than_10_seconds(presence: float) -> None:
     """51,414 clients, many of them too small at first: each is filled up without a look at all samples."""
     rng = np.random.default_rng(0)
     labels = singles_and_pairs(17, singles=1, pairs=1)[rng.integers(0, 153, 400_000)]
     begin = time.process_time()
-    result = partition(labels, "dirichlet", 51_414, 0, beta=0.5, minimum=3)
+    result = partition(labels, "dirichlet", 51_414, 0, beta=0.5, minimum=3, presence=presence)
     assert time.process_time() - begin < 10
     assert result.report["moved_for_minimum"] > 5_000
     assert min(map(len, result.clients)) == 3 and sum(map(len, result.clients)) == 400_000

@@ -1,4 +1,4 @@
-"""`fedmll data`: look at data sources, at who has what, and pack images."""
+"""`fedmll data`: look at data sources, at who has what, and pack images (get, check, show: fedmll.cli.datasets)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from fedmll.cli.tables import console, plain_table, say
 if TYPE_CHECKING:
     from fedmll.data.federation import Federation
 
-data_app = typer.Typer(help="Look at data sources, and pack your own images.", no_args_is_help=True)
+OFTEN = 5  # pairs of classes that are named
+
+data_app = typer.Typer(help="Get, check and look at data; divide it; pack your own images.", no_args_is_help=True)
 
 
 @data_app.command("list")
@@ -35,9 +37,19 @@ def list_data(root: Root = None, plugins: Plugins = None) -> None:
     from fedmll.data import sources
 
     load_files(plugins)
-    found = sources.describe_sources(root)
-    rows = [(source.name, source.description, "yes" if source.available else "no") for source in found]
-    console.print(plain_table("data sources", ("name", "what it is", "at hand"), rows, words=True))
+    rows = [
+        (
+            source.name,
+            source.description,
+            "" if source.classes is None else str(source.classes),
+            "" if source.samples is None else f"{source.samples:,}",
+            source.licence,
+            "yes" if source.available else "no",
+        )
+        for source in sources.describe_sources(root)
+    ]
+    header = ("name", "what it is", "classes", "samples", "licence", "at hand")
+    console.print(plain_table("data sources", header, rows, words=True))
 
 
 def divided(asked: Asked) -> Federation:
@@ -55,8 +67,10 @@ def describe_data(
     asked: Asked,
     out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("label-map.png"),
 ) -> None:
-    """Who has what: the client × class map of an experiment, as a table and a picture."""
-    from fedmll.analysis import label_map
+    """Who has what: the client × class map of an experiment, how many labels a sample has and which come together."""
+    import numpy as np
+
+    from fedmll.analysis import label_map, labels
 
     found = divided(asked)
     for note in found.notes:
@@ -67,7 +81,33 @@ def describe_data(
     touched = ", ".join(f"{count} samples {rule}" for rule, count in found.report.items() if count)
     held_out = f"; {len(found.held_out)} held out for validation" if len(found.held_out) else ""
     console.print(f"{found.sizes.sum()} training samples{held_out}{'; ' + touched if touched else ''}")
-    console.print(f"picture in {out}", soft_wrap=True)
+    together = labels.count(found.train.labels[np.concatenate(found.samples)])
+    say(labels.sentence(together))
+    often = [f"{one} and {other} ({count:,})" for one, other, count in together.pairs(found.train.classes, OFTEN)]
+    if often:
+        say(f"most often together: {', '.join(often)}")
+    second = out.with_name(f"{out.stem}-co-occurrence{out.suffix}")
+    labels.draw(second, together, found.train.classes)
+    console.print(f"pictures in {out} and {second}", soft_wrap=True)
+
+
+@data_app.command("freeze")
+@asks("data", "root", "clients", "seed", "skip_unreadable")
+def freeze_data(
+    asked: Asked,
+    out: Annotated[Path, typer.Option("--out", help="The file, JSON.")],
+) -> None:
+    """Write who has which sample and annotates what: the same federation for everybody, in every framework.
+
+    Example:  [bold]fedmll data freeze mine.toml --out mine.json[/], then --set partition.kind=file --set
+    partition.file=mine.json
+    """
+    from fedmll.data.freeze import freeze
+
+    found = divided(asked)
+    checksum = freeze(found, out)
+    say(f"{len(found.names)} clients, {found.sizes.sum()} samples; checksum {checksum[:16]}")
+    console.print(f'federation in {out}; use it with partition.kind = "file", partition.file', soft_wrap=True)
 
 
 @data_app.command("coverage")

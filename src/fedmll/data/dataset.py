@@ -27,7 +27,8 @@ def mapped_file(store: NDArray[Any]) -> Path | None:
 class Dataset:
     """Samples `rows` of a store that may be shared by many datasets and may be memory-mapped.
 
-    store    uint8 (M, channels, height, width), or float32 (M, width) for feature vectors
+    store    uint8 (M, channels, height, width), or float32 (M, width) for feature vectors; it may be what is indexed
+             like such an array and decodes when it is asked (images.lazy)
     labels   int8 (N, C), the targets of the N samples in the order of `rows`: 1 present, 0 absent, -1 unknown
     rows     int64 (N,), the place of each sample in the store
     groups   (N,) strings, the client that a sample comes from, if the source says
@@ -115,6 +116,7 @@ class Splits:
     size     height and width that its images have now, of a composite: each source image; None for feature vectors
     window   the values that became 0 and 255, where images have more than 8 bits a pixel
     notes    what the user should know of how the data was read
+    group    whose samples stay on one side of every split (`data.group`), where the source knows it by itself
     """
 
     train: Dataset
@@ -123,3 +125,4 @@ class Splits:
     size: tuple[int, int] | None = None
     window: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
+    group: str | None = None

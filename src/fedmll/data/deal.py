@@ -6,7 +6,10 @@ set (a *combination*) and not once for each sample: the 112,120 images of ChestX
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +22,7 @@ from fedmll.errors import ConfigError
 
 NOBODY = -1  # the owner of a dropped sample
 BELOW_ONE = np.nextafter(1.0, 0.0)
-CELLS_AT_ONCE = 1 << 20  # combinations × clients, or samples × classes, that are held in memory together
+CELLS_AT_ONCE = 1 << 20  # samples × classes that are held in memory together
 
 
 # Combinations of labels
@@ -70,17 +73,19 @@ def draw_allowed(combinations: Combinations, clients: int, most: int, rng: np.ra
     if most == classes:
         return np.ones((clients, classes), dtype=bool)
     allowed = np.zeros((clients, classes), dtype=bool, order="F")  # whole columns are read below
+    columns = allowed.T.view(np.uint8)
     uncovered = np.ones(classes, dtype=bool)
-    room = np.full(clients, most)
+    room, left = np.full(clients, most), clients * most
     shuffled = rng.permutation(len(combinations.counts))  # equally frequent ones come in an order drawn by the seed
     for combination in shuffled[np.argsort(-combinations.counts[shuffled], kind="stable")]:
-        if not room.any():
+        if not left:
             break
         wanted = combinations.members(combination)
-        new = len(wanted) - allowed[:, wanted].sum(axis=1)
-        if not new.all():
+        has = _sum_of(columns, wanted)
+        if not len(wanted) or has.max() == len(wanted):  # it fits somewhere
             continue
-        spare = room.sum() - uncovered.sum() + uncovered[wanted].sum()
+        new = len(wanted) - has.astype(np.int64)
+        spare = left - uncovered.sum() + uncovered[wanted].sum()
         possible = np.flatnonzero((new <= room) & (new <= spare))
         if len(possible):
             # Fewest new classes first, then the emptiest client, then by lot.
@@ -88,8 +93,15 @@ def draw_allowed(combinations: Combinations, clients: int, most: int, rng: np.ra
             allowed[client, wanted] = True
             uncovered[wanted] = False
             room[client] -= new[client]
+            left -= int(new[client])
     fill_evenly(allowed, room, rng)
     return allowed
+
+
+def _sum_of(columns: NDArray[np.uint8], wanted: NDArray[np.int32]) -> NDArray[np.integer]:
+    """How many of the wanted classes each client has, of columns (C, K) with 1 and 0."""
+    narrow = np.uint8 if len(wanted) < 256 else np.int32
+    return columns[wanted].sum(axis=0, dtype=narrow)
 
 
 def _least(*keys: NDArray[np.number]) -> int:
@@ -135,6 +147,11 @@ class Deal:
     misses: NDArray[np.int64]  # (U,) how many of a combination's labels even the best client cannot show
     owner: NDArray[np.int64]  # (N,) changed in place
 
+    @cached_property
+    def plain(self) -> NDArray[np.bool_]:
+        """(U,) the combination without a label."""
+        return self.combinations.sizes == 0
+
     def suits(self, client: int) -> NDArray[np.bool_]:
         """(U,) the combinations that this client could have been dealt."""
         suits: NDArray[np.bool_] = self.combinations.sets @ (~self.allowed[client]).astype(np.int32) == self.misses
@@ -157,30 +174,27 @@ def hand_out(
 ) -> Deal:
     """Deal each combination to the clients that miss fewest of its labels (none, if it fits), in proportion to the
     product of its classes' shares there; for samples without a positive label that is 1 everywhere: evenly."""
-    clients, samples, counts = len(allowed), len(combinations.of_sample), combinations.counts
+    samples, counts = len(combinations.of_sample), combinations.counts
     order = rng.permutation(samples)
     order = order[np.argsort(combinations.of_sample[order], kind="stable")]
     hands = np.split(order, np.cumsum(counts)[:-1])
     start = rng.random(len(counts))
     owner = np.empty(samples, dtype=np.int64)
     misses = np.empty(len(counts), dtype=np.int64)
-    lacks, share = np.ascontiguousarray(~allowed.T, dtype=np.int32), np.ascontiguousarray(log_share.T)
-    step = max(1, CELLS_AT_ONCE // clients)
-    for begin in range(0, len(counts), step):
-        sets = combinations.sets[begin : begin + step]
-        absent = sets @ lacks
-        fewest = absent.min(axis=1, keepdims=True)
-        misses[begin : begin + step] = fewest[:, 0]
-        weight = sets @ share
-        weight[absent != fewest] = -np.inf
-        weight -= weight.max(axis=1, keepdims=True)
-        upto = np.cumsum(np.exp(weight, out=weight), axis=1, out=weight)
-        upto /= upto[:, -1:]
-        for row, hand in enumerate(hands[begin : begin + step]):
-            # Evenly spaced points from a random start: a client gets its proportion to within one sample, and one of
-            # weight 0 gets nothing at all: its stretch of [0, 1) is empty (a multinomial's last entry may leak).
-            points = (np.arange(len(hand)) + start[begin + row]) / len(hand)
-            owner[hand] = np.searchsorted(upto[row], np.minimum(points, BELOW_ONE), side="right")
+    has, share = np.ascontiguousarray(allowed.T).view(np.uint8), np.ascontiguousarray(log_share.T)
+    for combination, hand in enumerate(hands):
+        members = combinations.members(combination)
+        found = _sum_of(has, members)
+        most = found.max()
+        misses[combination] = len(members) - int(most)
+        able = np.flatnonzero(found == most)  # the others have weight 0
+        weight = share[members][:, able].sum(axis=0)
+        upto = np.cumsum(np.exp(weight - weight.max()))
+        upto /= upto[-1]
+        # Evenly spaced points from a random start: a client gets its proportion to within one sample, and one of
+        # weight 0 gets nothing at all: its stretch of [0, 1) is empty (a multinomial's last entry may leak).
+        points = (np.arange(len(hand)) + start[combination]) / len(hand)
+        owner[hand] = able[np.searchsorted(upto, np.minimum(points, BELOW_ONE), side="right")]
     return Deal(combinations, allowed, misses, owner)
 
 
@@ -188,9 +202,10 @@ def fill_up(deal: Deal, minimum: int, names: tuple[str, ...], rng: np.random.Gen
     """Move samples until every client has `minimum` of them; fails only where no way of dealing them could succeed."""
     hands = deal.hands()
     sizes = np.array([len(hand) for hand in hands])
+    rich, suits = _Rich(sizes, minimum), lru_cache(maxsize=64)(deal.suits)  # asked again while a client is filled up
     for client in np.argsort(sizes, kind="stable").tolist():
         while sizes[client] < minimum:
-            path = _path_from_surplus(deal, hands, sizes, client, minimum)
+            path = _path_from_surplus(deal, hands, sizes, client, rich, suits)
             if not path:
                 raise ConfigError(
                     f"partition.minimum = {minimum} cannot be met: client {names[client]} can get no more "
@@ -198,7 +213,7 @@ def fill_up(deal: Deal, minimum: int, names: tuple[str, ...], rng: np.random.Gen
                     "may show. Lower partition.minimum or partition.clients, allow more classes (partition.presence, "
                     "partition.labels_per_client), or keep what fits nowhere (partition.outside = 'withhold')."
                 )
-            links = [(giver, taker, _common(deal, hands[giver], taker)) for giver, taker in pairwise(path)]
+            links = [(giver, taker, _common(deal, hands[giver], suits(taker))) for giver, taker in pairwise(path)]
             amount = min(minimum - sizes[client], sizes[path[0]] - minimum, *(len(common) for *_, common in links))
             for giver, taker, common in links:
                 moved = _draw(deal, common, amount, rng)
@@ -207,44 +222,78 @@ def fill_up(deal: Deal, minimum: int, names: tuple[str, ...], rng: np.random.Gen
                 hands[taker] = np.sort(np.append(hands[taker], moved))
             sizes[path[0]] -= amount
             sizes[client] += amount
+            rich.put(path[0])
 
 
-def _common(deal: Deal, hand: NDArray[np.int64], taker: int) -> NDArray[np.int64]:
-    """The samples of a hand that `taker` could have been dealt as well."""
-    return hand[deal.suits(taker)[deal.combinations.of_sample[hand]]]
+class _Rich:
+    """The clients that can spare samples, the largest first, then by number, while their sizes change."""
+
+    def __init__(self, sizes: NDArray[np.int64], minimum: int) -> None:
+        self.sizes, self.minimum = sizes, minimum
+        self.heap = [(-int(sizes[client]), int(client)) for client in np.flatnonzero(sizes > minimum)]
+        heapq.heapify(self.heap)
+
+    def put(self, client: int) -> None:
+        """Its size has changed; what the heap says of its old size is passed over."""
+        if self.sizes[client] > self.minimum:
+            heapq.heappush(self.heap, (-int(self.sizes[client]), client))
+
+    def first(self, gives: Callable[[int], bool]) -> int | None:
+        """The largest that gives something."""
+        seen: list[tuple[int, int]] = []
+        found = None
+        while self.heap and found is None:
+            entry = heapq.heappop(self.heap)
+            if -entry[0] == self.sizes[entry[1]]:
+                seen.append(entry)
+                found = entry[1] if gives(entry[1]) else None
+        for entry in seen:
+            heapq.heappush(self.heap, entry)
+        return found
+
+
+def _common(deal: Deal, hand: NDArray[np.int64], suits: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The samples of a hand that a client could have been dealt as well, whom these combinations suit."""
+    return hand[suits[deal.combinations.of_sample[hand]]]
 
 
 def _draw(deal: Deal, samples: NDArray[np.int64], amount: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """`amount` of the samples by lot; those without a positive label, spread evenly, only if need be."""
-    plain = deal.combinations.sizes[deal.combinations.of_sample[samples]] == 0
+    plain = deal.plain[deal.combinations.of_sample[samples]]
     return samples[np.lexsort((rng.random(len(samples)), plain))[:amount]]
 
 
 def _path_from_surplus(
-    deal: Deal, hands: list[NDArray[np.int64]], sizes: NDArray[np.int64], client: int, minimum: int
+    deal: Deal,
+    hands: list[NDArray[np.int64]],
+    sizes: NDArray[np.int64],
+    client: int,
+    rich: _Rich,
+    suits: Callable[[int], NDArray[np.bool_]],
 ) -> list[int]:
     """Clients from one that can spare samples to `client`, each able to give to the next; empty if there is none.
 
     A breadth-first search, so usually one step: the largest client that has something suitable. Longer paths are what
     makes failure a proof: then all samples that suit the clients reached lie there already, and they are too few.
     """
-    largest = int(sizes.argmax())
-    if sizes[largest] > minimum and len(_common(deal, hands[largest], client)):
-        return [largest, client]  # nearly always; only otherwise are all the samples looked through
+    wanted, of_sample = suits(client), deal.combinations.of_sample
+    giver = rich.first(lambda other: bool(wanted[of_sample[hands[other]]].any()))
+    if giver is not None:
+        return [giver, client]  # nearly always; only otherwise are all the samples looked through
     giver_to: dict[int, int] = {client: client}
     for taker in (queue := [client]):
         gives = np.zeros(len(sizes) + 1, dtype=bool)  # one more, for NOBODY
-        gives[deal.owner[deal.suits(taker)[deal.combinations.of_sample]]] = True
+        gives[deal.owner[suits(taker)[of_sample]]] = True
         gives[[taker, NOBODY]] = False
         givers = np.flatnonzero(gives)
-        rich = givers[sizes[givers] > minimum]
-        if len(rich):
-            path = [int(rich[np.argmax(sizes[rich])]), taker]
+        able = givers[sizes[givers] > rich.minimum]
+        if len(able):
+            path = [int(able[np.argmax(sizes[able])]), taker]
             while path[-1] != client:
                 path.append(giver_to[path[-1]])
             return path
-        for giver in givers.tolist():
-            if giver not in giver_to:
-                giver_to[giver] = taker
-                queue.append(giver)
+        for other in givers.tolist():
+            if other not in giver_to:
+                giver_to[other] = taker
+                queue.append(other)
     return []

@@ -15,6 +15,7 @@ from fedmll.data.dataset import UNKNOWN, Dataset, Splits
 from fedmll.data.digest import Facts, facts_of
 from fedmll.data.images.cache import Progress, silent
 from fedmll.data.partition import Partition, partition
+from fedmll.data.skew import skewed
 from fedmll.data.targets import whole_groups
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
@@ -99,17 +100,17 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
     own, servers = _server_share(experiment, splits.train)
     clients_data = splits.train.subset(own)
     divided = divide(experiment, clients_data)
-    known = annotate.annotate(
-        experiment.annotation.kind,
-        len(divided.clients),
-        len(splits.train.classes),
-        experiment.seed,
-        missing=experiment.annotation.missing,
-    )
-    labels = divided.labels.copy()
-    for rows, row_known in zip(divided.clients, known, strict=True):
-        labels[rows[:, None], np.flatnonzero(~row_known)[None, :]] = UNKNOWN
-    if (divided.labels == UNKNOWN).any():  # a class of which a client knows no label (a blank column) is not annotated
+    if divided.looks is not None:
+        clients_data, splits = _with_looks(splits, own, divided, progress)
+    known = _annotated(experiment, divided, len(splits.train.classes))
+    labels = divided.labels
+    if not known.all():
+        labels = labels.copy()
+        for rows, row_known in zip(divided.clients, known, strict=True):
+            labels[rows[:, None], np.flatnonzero(~row_known)[None, :]] = UNKNOWN
+    if (
+        divided.labels.min(initial=0) == UNKNOWN
+    ):  # a class of which a client knows no label (a blank column) is not annotated
         known = known & np.array([(labels[rows] != UNKNOWN).any(0) for rows in divided.clients])
     train = clients_data.with_labels(labels)
     samples, held_out = _hold_out(experiment, divided, clients_data)
@@ -136,6 +137,24 @@ def build(experiment: Experiment, progress: Progress = silent) -> Federation:
     )
 
 
+def _annotated(experiment: Experiment, divided: Partition, classes: int) -> NDArray[np.bool_]:
+    setting = experiment.annotation
+    if divided.annotated is None:
+        return annotate.annotate(setting.kind, len(divided.clients), classes, experiment.seed, missing=setting.missing)
+    if setting.kind != "none":
+        raise ConfigError(f"annotation.kind = '{setting.kind}': partition.file says who annotates what. Leave it out.")
+    return divided.annotated
+
+
+def _with_looks(
+    splits: Splits, own: NDArray[np.int64], divided: Partition, progress: Progress
+) -> tuple[Dataset, Splits]:
+    """The training data with the looks of its clients; what the server holds stays as it is."""
+    assert divided.looks is not None
+    train = skewed(splits.train, [own[rows] for rows in divided.clients], divided.looks, progress)
+    return train.subset(own), replace(splits, train=train)
+
+
 def decisions(shape: tuple[int, ...], has_validation: bool) -> dict[str, Any]:
     """What the data decides where the experiment leaves it open: how much is held out, which stem a ResNet has."""
     small = len(shape) == 3 and shape[1] <= SMALL_IMAGES
@@ -154,6 +173,8 @@ def _decided(splits: Splits) -> dict[str, Any]:
         found["data.size"] = height if height == width else splits.size
     if splits.window is not None:
         found["data.window"] = splits.window
+    if splits.group is not None:
+        found["data.group"] = splits.group
     return found
 
 
@@ -184,6 +205,8 @@ def divide(experiment: Experiment, train: Dataset) -> Partition:
         labels_per_client=setting.labels_per_client,
         minimum=setting.minimum or _default_minimum(experiment, len(train)),
         groups=train.patients if train.groups is None else train.groups,
+        classes=train.classes,
+        file=setting.file,
     )
 
 
@@ -197,6 +220,9 @@ def _hold_out(
     experiment: Experiment, divided: Partition, train: Dataset
 ) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
     """Each client keeps a share of its samples for validation; a client with too few keeps none."""
+    if divided.held_out is not None:
+        pairs = zip(divided.clients, divided.held_out, strict=True)
+        return tuple(np.setdiff1d(rows, held) for rows, held in pairs), list(divided.held_out)
     share, samples, held_out = float(experiment.partition.holdout), [], []
     if experiment.data.group is not None and train.patients is not None:
         return _hold_out_patients(experiment, divided, train.patients)

@@ -1,10 +1,13 @@
-"""Who gets which samples: `iid`, `dirichlet` (β, presence ratio γ), `natural` (a group column), `labels-per-client`."""
+"""Who gets which samples: `iid`, `dirichlet` (β, presence ratio γ), `natural` (a group column), `labels-per-client`.
+
+`file` is in fedmll.data.freeze, `feature-skew` in fedmll.data.skew."""
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,8 @@ class Partition:
     allowed  (K, C) the classes a client may show; all True (and read-only) where the kind does not restrict them
     labels   (N, C) the targets after the rule for samples that fit nowhere; the input itself when no target changed
     report   how many samples each rule touched: dropped, withheld, negative, moved_for_minimum
+    annotated, held_out   of a frozen federation: (K, C) what each client annotates, and what it holds out
+    looks    (K,) of `feature-skew`: how the images of each client look
     """
 
     clients: tuple[NDArray[np.int64], ...]
@@ -44,6 +49,9 @@ class Partition:
     allowed: NDArray[np.bool_]
     labels: NDArray[np.int8]
     report: dict[str, int]
+    annotated: NDArray[np.bool_] | None = None
+    held_out: tuple[NDArray[np.int64], ...] | None = None
+    looks: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Request:
     labels   (N, C) targets of the samples to divide: 1 present, 0 absent, -1 unknown
     clients  how many; of `natural` None is a client a group
     groups   (N,) the client that each sample comes from, if the data says
+    classes  names of the columns of `labels`
     minimum  the smallest client, in samples
     The rest is the experiment's [partition] (settings.Partition, which checks it).
     """
@@ -67,6 +76,8 @@ class Request:
     labels_per_client: int = 2
     minimum: int = 1
     groups: NDArray[np.str_] | None = None
+    classes: tuple[str, ...] = ()
+    file: Path | None = None
 
     def generator(self, purpose: str) -> np.random.Generator:
         """Random draws that depend on the seed, the kind and the purpose alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from http.client import HTTPException, HTTPResponse
@@ -20,20 +21,21 @@ CHUNK = 1 << 18
 TIMEOUT = 30.0  # seconds without a byte
 
 
-def fetch(url: str, target: Path, sha256: str, progress: Progress) -> bool:
-    """The file at `url` becomes `target` once it is whole and its hash begins with `sha256`; whether it was fetched
-    (False: it was there). A download that was cut stays in `.part`, and the next one goes on from there."""
+def fetch(url: str, target: Path, digest: str, progress: Progress) -> bool:
+    """The file at `url` becomes `target` once it is whole and its hash begins with `digest`, a hexadecimal sha256, or
+    `md5:…` where its publisher says only that; whether it was fetched (False: it was there). A download that was cut
+    stays in `.part`, and the next one goes on from there."""
     part = target.with_name(f"{target.name}.part")
     with alone(target, lambda: None):
         if target.is_file():
-            _check(target, sha256, f"Remove {target} and try again.")
+            _check(target, digest, f"Remove {target} and try again.")
             return False
         try:
             _receive(url, part, progress)
         except (OSError, HTTPException) as error:
             raise DataError(_explained(error, url, target, part)) from None
         try:
-            _check(part, sha256, f"What {url} gave was removed; try again.")
+            _check(part, digest, f"What {url} gave was removed; try again.")
         except DataError:
             part.unlink()
             raise
@@ -71,12 +73,15 @@ def _receive(url: str, part: Path, progress: Progress) -> None:
         raise ConnectionError(f"the connection ended after {done:,} of {total:,} bytes")
 
 
-def _check(path: Path, sha256: str, what_to_do: str) -> None:
-    found = files.checksum(path)
-    if not found.startswith(sha256):
+def _check(path: Path, digest: str, what_to_do: str) -> None:
+    named, _, expected = digest.rpartition(":")
+    kind = named or "sha256"
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, kind).hexdigest()
+    if not found.startswith(expected):
         raise DataError(
-            f"{path.name} is not the published file: its sha256 begins with {found[: len(sha256)]} and not with "
-            f"{sha256}. {what_to_do}"
+            f"{path.name} is not the published file: its {kind} begins with {found[: len(expected)]} and not with "
+            f"{expected}. {what_to_do}"
         )
 
 

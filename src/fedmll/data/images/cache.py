@@ -76,6 +76,8 @@ def content_key(*parts: object) -> str:
 
 def store_key(store: NDArray[np.uint8]) -> str:
     """The key of an image store. A store of the cache has it in its name already, and need not be read again."""
+    if (own := getattr(store, "key", None)) is not None:  # of images that are decoded when they are asked for
+        return str(own)
     path = mapped_file(store)
     return path.stem if path is not None and path.parent == image_folder() else content_key(store)
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fedmll.data.images import dicom
 from fedmll.data.images.cache import (
     Progress,
     Shape,
@@ -223,6 +224,8 @@ def resized(images: NDArray[np.uint8], size: Size, progress: Progress = silent) 
 
 
 def open_image(source: Path | bytes) -> Image.Image:
+    if isinstance(source, Path) and source.suffix.lower() in dicom.ENDINGS:
+        return dicom.open_dicom(source)
     return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
 
 

@@ -183,16 +183,17 @@ def _find_images(rows: Rows, names: list[str], images: Path) -> tuple[list[Path]
     paths, found = [], []
     for name in names:
         path = images / name
-        status = _status(path)
+        status = file_status(path)
         if status is None and "\\" in name:  # written on Windows
             path = images / name.replace("\\", "/")
-            status = _status(path)
+            status = file_status(path)
         paths.append(path)
         found.append(status)
     return paths, found
 
 
-def _status(path: Path) -> tuple[int, int] | None:
+def file_status(path: Path) -> tuple[int, int] | None:
+    """The size in bytes and the time of a file; None if it is not there or may not be read."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a name with a zero byte

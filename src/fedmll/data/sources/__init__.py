@@ -27,6 +27,9 @@ class SourceDescription:
     name: str  # as it is written after --data
     description: str
     available: bool  # here and now, or with a file of the user's
+    classes: int | None = None
+    samples: int | None = None  # as published
+    licence: str = ""
 
 
 def load(
@@ -55,13 +58,15 @@ def load(
     if sides is not None and not all(1 <= side <= LARGEST_SIZE for side in sides):
         raise ConfigError(f"data.size must be from 1 to {LARGEST_SIZE} pixels; it is {size}.")
     reading = reading or Reading()
-    _check_reading(name, kind, reading)
+    _check_reading(name, kind, source, reading)
     composition = CompositeOptions(**options or {})
     if not composed and composition != CompositeOptions():
         raise ConfigError(
             f"data.layout, data.singles and data.pairs are for composites, and '{name}' is none. Leave them out, or "
             f"use '{COMPOSITE}{name}'."
         )
+    if source.variants:
+        argument = Path(argument).name  # where a folder of that name lies here, the experiment made it a path
     splits = source.load(Request(argument, root, sides, progress, require_positives, reading))
     if splits.train.is_images:
         _, height, width = splits.train.sample_shape
@@ -73,43 +78,56 @@ def describe_sources(root: Path | None = None) -> list[SourceDescription]:
     """Every source for `fedmll data list`; some are available only with the right folder as `root`."""
     lines = []
     for name, source in registry.all_of("source").items():
-        argument = f":{source.file}" if source.file else ""
         available = source.available(root) or source.available(None)
-        lines.append(SourceDescription(name + argument, source.description, available))
-        if source.images:
-            about = f"multi-label composites of {name}: one or two of its images on a canvas"
-            lines.append(SourceDescription(COMPOSITE + name + argument, about, available))
+        for written in source.names(name):
+            argument = written.partition(":")[2]
+            counts = source.published.get(argument)
+            samples = sum(counts.values()) if counts else None
+            classes = source.classes.get(argument) if isinstance(source.classes, Mapping) else source.classes
+            facts = (available, classes, samples, source.licence)
+            lines.append(SourceDescription(written, source.description, *facts))
+            if source.images and source.composes:
+                about = f"multi-label composites of {name}: one or two of its images on a canvas"
+                lines.append(SourceDescription(COMPOSITE + written, about, available))
     return lines
 
 
-def _check_reading(name: str, kind: str, reading: Reading) -> None:
+def _check_reading(name: str, kind: str, source: Source, reading: Reading) -> None:
     """What would mean nothing is refused; a plug-in's source sees to that itself."""
-    files = {"folder": "folder:labels.csv", "packed": "packed:FILE.npz"}
-    for setting, kinds in (
-        ("classes", ("folder",)),
-        ("ignore", ("folder",)),
-        ("group", ("folder", "packed")),
-        ("window", ("folder", "packed")),
-    ):
-        if getattr(reading, setting) and kind not in kinds and kind not in registry.added("source"):
-            raise ConfigError(
-                f"data.{setting} is for {' and '.join(files[k] for k in kinds)}, and data.name is '{name}'. "
-                "Leave it out."
-            )
+    if kind in registry.added("source"):
+        return
+    for setting in ("classes", "ignore", "group", "window", "doubtful"):
+        value = getattr(reading, setting)
+        if not value or setting in source.settings or (setting == "group" and value == source.group):
+            continue
+        known = registry.all_of("source").items()
+        able = [named for other, entry in known if setting in entry.settings for named in entry.names(other)]
+        raise ConfigError(f"data.{setting} is for {' and '.join(able)}, and data.name is '{name}'. Leave it out.")
 
 
 def _source(name: str, kind: str, argument: str) -> Source:
     sources: dict[str, Source] = registry.all_of("source")
     source = sources.get(kind)
     if source is None:
-        known = [*sources, *(COMPOSITE + plain for plain, entry in sources.items() if not entry.file)]
+        known = [
+            *sources,
+            *(COMPOSITE + plain for plain, entry in sources.items() if entry.composes and not entry.file),
+        ]
         raise DataError(f"There is no data source called '{name}'{nearest(name, known)}")
+    written = name.partition(":")[0]
     if source.file and not argument:
-        raise DataError(f"'{kind}' needs a file: write {name.partition(':')[0]}:{source.file}.")
+        raise DataError(f"'{kind}' needs a file: write {written}:{source.file}.")
+    if source.variants and Path(argument).name not in source.variants:
+        raise DataError(f"'{name}' is not known; write {' or '.join(source.names(written))}.")
     if name.startswith(COMPOSITE) and not source.images:
         raise DataError(
             f"'{name}': composites are made of images, and '{kind}' has none. Use it without '{COMPOSITE}'."
         )
-    if argument and not source.file:
-        raise DataError(f"'{kind}' takes no file; write '{name.partition(':')[0]}' and give its folder with --root.")
+    if name.startswith(COMPOSITE) and not source.composes:
+        raise DataError(
+            f"'{name}': composites are made of images with one label each, and those of '{kind}' have several. Use it "
+            f"without '{COMPOSITE}'."
+        )
+    if argument and not source.file and not source.variants:
+        raise DataError(f"'{kind}' takes no file; write '{written}' and give its folder with --root.")
     return source

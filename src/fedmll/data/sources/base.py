@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,12 +40,32 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Download:
+    """A file that its publisher gives to everybody: `digest` is `md5:…` or the beginning of a sha256, as published."""
+
+    url: str
+    digest: str
+
+    @property
+    def file(self) -> str:
+        return self.url.rpartition("/")[2].partition("?")[0]
+
+
+@dataclass(frozen=True)
 class Source:
     """A kind of data (`register("source", NAME)(Source(…))`): one line of `fedmll data list`, and how it is loaded.
 
-    file     what its argument is, for sources that are named with one (`packed:FILE.npz`)
-    images   whether its samples are images, which can be composed
-    says_clients   whether it may say which client a sample belongs to (`Dataset.groups`)
+    file          what its argument is, for sources that are named with one (`packed:FILE.npz`)
+    variants      what may follow the colon, for sources that have several (`voc:2007`); "" is none
+    images        whether its samples are images
+    composes      whether they have one label each, so that `ml-NAME` can be made of them
+    says_clients  whether it may say which client a sample belongs to (`Dataset.groups`)
+    group         whose samples stay on one side of every split, by the publisher's name for it ("Patient ID")
+    settings      the settings of `settings.Reading` that mean something here
+    classes       how many there are; where variants differ in it, by argument
+    licence       for `fedmll data list`
+    published     by argument: how many samples each split has, as its publisher says
+    downloads     by argument: the files that `fedmll data get` fetches
     """
 
     description: str
@@ -54,6 +74,20 @@ class Source:
     file: str = ""
     images: bool = True
     says_clients: bool = False
+    variants: tuple[str, ...] = ()
+    composes: bool = True
+    group: str = ""
+    settings: tuple[str, ...] = ()
+    classes: int | Mapping[str, int] | None = None
+    licence: str = ""
+    published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    downloads: Mapping[str, tuple[Download, ...]] = field(default_factory=dict)
+
+    def names(self, name: str) -> list[str]:
+        """As it is written after --data."""
+        if self.variants:
+            return [name + (f":{variant}" if variant else "") for variant in self.variants]
+        return [f"{name}:{self.file}" if self.file else name]
 
 
 def data_missing(name: str, root: Path | None, layout: str, where_to_get: str) -> DataError:

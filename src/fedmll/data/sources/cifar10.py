@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images.decode import resized
-from fedmll.data.sources.base import Request, Source, data_missing
+from fedmll.data.sources.base import Download, Request, Source, data_missing
 from fedmll.data.sources.npz import read_npz
 from fedmll.data.targets import one_hot
 from fedmll.errors import DataError
@@ -112,5 +112,15 @@ register("source", "cifar10")(
         description="CIFAR-10, 32×32 colour, 60,000 images, 10 classes, one label each; --root DIR with its batches",
         load=load,
         available=lambda root: find(root) is not None,
+        classes=len(CLASSES),
+        licence="none published",
+        published={"": {"train": 50000, "test": 10000}},
+        downloads={
+            "": (
+                Download(
+                    "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"
+                ),
+            )
+        },
     )
 )

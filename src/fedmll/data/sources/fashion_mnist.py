@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images.decode import resized
-from fedmll.data.sources.base import Request, Source, data_missing
+from fedmll.data.sources.base import Download, Request, Source, data_missing
 from fedmll.data.targets import one_hot
 from fedmll.errors import DataError
 from fedmll.registry import register
@@ -20,6 +20,13 @@ CLASSES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shi
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 TRAIN, TEST = "train", "t10k"
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+HOST = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+FILES = {
+    f"{TRAIN}-{IMAGES}.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    f"{TRAIN}-{LABELS}.gz": "25c81989df183df01b3e8a0aad5dffbe",
+    f"{TEST}-{IMAGES}.gz": "bef4ecab320f06d8554ea6380940ec79",
+    f"{TEST}-{LABELS}.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+}
 
 
 def load(request: Request) -> Splits:
@@ -74,5 +81,9 @@ register("source", "fashion-mnist")(
         description="Fashion-MNIST, 28×28 grey, 70,000 images, 10 classes, one label each; --root or Debian's package",
         load=load,
         available=available,
+        classes=len(CLASSES),
+        licence="MIT",
+        published={"": {"train": 60000, "test": 10000}},
+        downloads={"": tuple(Download(f"{HOST}/{file}", f"md5:{md5}") for file, md5 in FILES.items())},
     )
 )

@@ -112,5 +112,6 @@ register("source", "packed")(
         available=lambda root: True,
         file="FILE.npz",
         says_clients=True,
+        settings=("group", "window"),
     )
 )

@@ -1,0 +1,245 @@
+"""`flair:coarse` (17 labels), `flair:fine` (1,628): 429,078 photographs of 51,414 Flickr users, who are the clients.
+
+Song, Granqvist, Talwar, FLAIR: Federated Learning Annotated Image Repository, NeurIPS 2022.
+https://github.com/apple/ml-flair ; annotations CC BY-NC 4.0, images under Flickr's terms of use.
+
+DIR/labels_and_metadata.json       a list of {user_id, image_id, labels, fine_grained_labels, partition}
+DIR/small_images/IMAGE_ID.jpg      256 × 256
+or DIR/*.hdf5 (or DIR is the file; extra `hdf5`), as ml-flair writes it, by user or by image, or as pfl-research does
+(fedmll.data.sources.flair_hdf5)
+
+The official split (train, val, test) divides the users. Images are decoded when a client is trained, and only its own;
+what is kept is an index of who has what (in the cache), so that 51,414 users cost no more than a table. Classes are in
+alphabetical order. A label that no training image has is named in a note: it is part of the published task.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedmll.data.dataset import PRESENT, Dataset, Splits
+from fedmll.data.images.cache import content_key, image_folder
+from fedmll.data.images.decode import DEFAULT_SIDE, LARGEST_NATIVE_SIDE, open_image
+from fedmll.data.images.lazy import LazyImages
+from fedmll.data.images.reading import Problems, some
+from fedmll.data.sources.base import Request, Source, data_missing
+from fedmll.data.sources.flair_hdf5 import KINDS, PARTITIONS, Listing, hdf5_file, hdf5_index, pixels_reader
+from fedmll.data.sources.listed import pieces
+from fedmll.data.targets import TEST, TRAIN, VALIDATION
+from fedmll.errors import DataError
+from fedmll.files import replacing
+from fedmll.registry import register
+
+METADATA, IMAGES = "labels_and_metadata.json", "small_images"
+CHUNK = 1 << 22
+GAP = re.compile(r"[\s,]*")
+ROWS_AT_ONCE = 16_384
+
+
+@dataclass(frozen=True)
+class Index:
+    """Who has what: the rows are the images, training before validation before test, and a user's together."""
+
+    images: NDArray[np.bytes_]  # (N,) ids
+    users: NDArray[np.bytes_]  # (U,)
+    user: NDArray[np.int32]  # (N,) place in users
+    split: NDArray[np.int8]
+    coarse: NDArray[np.bytes_]  # names
+    fine: NDArray[np.bytes_]
+    coarse_pairs: NDArray[np.int32]  # (2, M): row, class
+    fine_pairs: NDArray[np.int32]
+
+
+def load(request: Request) -> Splits:
+    kind, root = request.argument, request.root
+    file = None if root is None else hdf5_file(root)
+    if root is None or (file is None and not (root / METADATA).is_file()):
+        raise data_missing(
+            f"flair:{kind}",
+            root,
+            f"{METADATA} and the folder {IMAGES}/, or an HDF5 file of ml-flair or pfl-research",
+            "Get it with the download script of https://github.com/apple/ml-flair.",
+        )
+    key, found = _indexed(root, file)
+    names = tuple(name.decode() for name in getattr(found, kind).tolist())
+    pairs = getattr(found, f"{kind}_pairs")
+    labels = _dense(content_key(key, kind), pairs, len(found.images), len(names))
+    read: Callable[[int], Any]
+    if file is None:
+        folder, ids = root / IMAGES, found.images
+        read = lambda row: folder / f"{ids[row].decode()}.jpg"  # noqa: E731
+    else:
+        read = pixels_reader(file, found.images, found.users[found.user], found.split)
+    sides, notes = _sides(read(0), request.size)
+    store = cast("NDArray[np.uint8]", LazyImages(content_key(key, sides), (len(found.images), 3, *sides), read))
+    users = found.users.astype(np.str_)
+    parts = []
+    for code in (TRAIN, VALIDATION, TEST):
+        begin, end = np.searchsorted(found.split, [code, code + 1])
+        rows = np.arange(begin, end, dtype=np.int64)
+        parts.append(Dataset(store, labels[begin:end], names, rows, users[found.user[begin:end]]))
+    train, validation, test = parts
+    never = np.flatnonzero(np.bincount(pairs[1, pairs[0] < len(train)], minlength=len(names)) == 0)
+    if len(never):
+        notes += (f"{len(never)} labels are on no training image: {some([names[place] for place in never])}",)
+    return Splits(train, test, validation if len(validation) else None, notes=notes)
+
+
+def _sides(first: Any, size: tuple[int, int] | None) -> tuple[tuple[int, int], tuple[str, ...]]:
+    """What images become, by the same rule as everywhere; all of FLAIR's have the size of the first."""
+    if isinstance(first, np.ndarray):
+        height, width = first.shape[:2]
+    else:
+        try:
+            with open_image(first) as image:
+                width, height = image.size
+        except (OSError, SyntaxError) as error:
+            raise DataError(f"'{first}' cannot be decoded ({error}). Replace it.") from None
+    native = max(height, width) <= LARGEST_NATIVE_SIDE
+    sides = size or ((height, width) if native else (DEFAULT_SIDE, DEFAULT_SIDE))
+    if sides == (height, width):
+        return sides, ()
+    return sides, (f"images: {width} × {height} resized to {sides[1]} × {sides[0]}, when they are read",)
+
+
+# The index
+
+
+def _indexed(root: Path, file: Path | None) -> tuple[str, Index]:
+    """The index from the cache, or made. It is made again when the metadata or the folder of images changes."""
+    watched = [file] if file is not None else [root / METADATA, root / IMAGES]
+    times = [(path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else None for path in watched]
+    key = content_key("flair", *(path.absolute() for path in watched), *times)
+    kept = image_folder() / f"{key}.npz"
+    try:
+        with np.load(kept, allow_pickle=False) as arrays:
+            return key, Index(**{one.name: arrays[one.name] for one in fields(Index)})
+    except (OSError, ValueError, KeyError, EOFError):
+        pass
+    problems = Problems(f"'{file or root}'")
+    listing = _from_json(root, problems) if file is None else hdf5_index(file, problems)
+    problems.report()
+    found = _sorted(listing)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(kept) as temporary, temporary.open("wb") as stream:
+        np.savez(stream, **{one.name: getattr(found, one.name) for one in fields(Index)})
+    return key, found
+
+
+def _sorted(listing: Listing) -> Index:
+    users, by_name = _alphabetical(listing.users)
+    user = by_name[np.array(listing.user, dtype=np.int32)]
+    images, split = np.array(listing.images), np.array(listing.split, dtype=np.int8)
+    order = np.lexsort((images, user, split))
+    place = np.empty(len(order), dtype=np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+    names, pairs = {}, {}
+    for kind in KINDS:
+        names[kind], column = _alphabetical(listing.names[kind])
+        rows, columns = np.array(listing.rows[kind], np.int32), np.array(listing.columns[kind], np.int32)
+        found = np.stack([place[rows], column[columns]])
+        pairs[kind] = found[:, np.argsort(found[0], kind="stable")]
+    return Index(
+        images[order], users, user[order], split[order], names["coarse"], names["fine"], pairs["coarse"], pairs["fine"]
+    )
+
+
+def _alphabetical(numbers: dict[str, int]) -> tuple[NDArray[np.bytes_], NDArray[np.int32]]:
+    """The names in order, and for each old number the new one."""
+    names = sorted(numbers)
+    new = np.empty(len(names), dtype=np.int32)
+    new[[numbers[name] for name in names]] = np.arange(len(names), dtype=np.int32)
+    return np.array([name.encode() for name in names], dtype=np.bytes_), new
+
+
+def _from_json(root: Path, problems: Problems) -> Listing:
+    listing = Listing()
+    folder = root / IMAGES
+    there = {entry.name for entry in os.scandir(folder)} if pieces(problems, folder) else set()
+    missing, wrong = [], []
+    try:
+        for number, entry in enumerate(_entries(root / METADATA), 1):
+            try:
+                labels = {kind: entry[column] for kind, column in KINDS.items()}
+                image = entry["image_id"]
+                listing.add(image, entry["user_id"], PARTITIONS[entry["partition"]], labels)
+            except (KeyError, TypeError, AttributeError) as error:
+                wrong.append(f"entry {number} ({type(error).__name__}: {error})")
+                continue
+            if f"{image}.jpg" not in there:
+                missing.append(f"'{image}.jpg'")
+    except ValueError as error:
+        problems.add(f"'{METADATA}' cannot be read as JSON ({error}). Copy it again.")
+    if wrong:
+        problems.add(
+            f"{len(wrong)} entries of '{METADATA}' are not {{user_id, image_id, labels, fine_grained_labels, "
+            f"partition}}: {some(wrong)}."
+        )
+    if missing and there:
+        problems.add(f"{len(missing)} of {len(listing.images)} images are not in {IMAGES}/: {some(missing)}.")
+    elif not listing.images and not problems.found:
+        problems.add(f"'{METADATA}' lists no images.")
+    return listing
+
+
+def _entries(file: Path) -> Iterator[Any]:
+    """The entries of a JSON list, one at a time: the whole would take a gigabyte."""
+    decoder = json.JSONDecoder()
+    with file.open(encoding="utf-8") as stream:
+        text = stream.read(CHUNK).lstrip()
+        if not text.startswith("["):
+            raise ValueError("it is not a list")
+        place = 1
+        while True:
+            place = GAP.match(text, place).end()  # type: ignore[union-attr]
+            if text[place : place + 1] == "]":
+                return
+            try:
+                entry, place = decoder.raw_decode(text, place)
+            except ValueError:
+                more = stream.read(CHUNK)
+                if not more:
+                    raise
+                text, place = text[place:] + more, 0
+                continue
+            yield entry
+
+
+def _dense(key: str, pairs: NDArray[np.int32], samples: int, classes: int) -> NDArray[np.int8]:
+    """Targets with a column a class, mapped from the cache: of 1,628 labels they would be 700 MB of memory."""
+    path = image_folder() / f"{key}-labels.npy"
+    if not path.is_file():
+        with replacing(path) as temporary, temporary.open("wb") as stream:
+            shape = {"descr": "|i1", "fortran_order": False, "shape": (samples, classes)}
+            np.lib.format.write_array_header_1_0(stream, shape)
+            for begin in range(0, samples, ROWS_AT_ONCE):
+                size = min(ROWS_AT_ONCE, samples - begin)
+                block = np.zeros((size, classes), dtype=np.int8)
+                first, last = np.searchsorted(pairs[0], [begin, begin + size])
+                block[pairs[0, first:last] - begin, pairs[1, first:last]] = PRESENT
+                stream.write(block.data)
+    return cast("NDArray[np.int8]", np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+register("source", "flair")(
+    Source(
+        description="FLAIR, several labels an image, its users are the clients; --root DIR or an HDF5 file",
+        load=load,
+        available=lambda root: root is not None and ((root / METADATA).is_file() or hdf5_file(root) is not None),
+        variants=tuple(KINDS),
+        composes=False,
+        says_clients=True,
+        classes={"coarse": 17, "fine": 1628},
+        licence="CC BY-NC 4.0; images: Flickr's terms",
+        published={kind: {"train": 345879, "validation": 39239, "test": 43960} for kind in KINDS},
+    )
+)

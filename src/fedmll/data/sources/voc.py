@@ -1,0 +1,133 @@
+"""`voc:2007`, `voc:2012`: PASCAL Visual Object Classes, 20 classes, several labels an image.
+
+Everingham, Van Gool, Williams, Winn, Zisserman, The PASCAL Visual Object Classes (VOC) Challenge, IJCV 2010.
+http://host.robots.ox.ac.uk/pascal/VOC/ ; images under Flickr's terms of use. `fedmll data get voc:2007` fetches it.
+
+DIR/VOCdevkit/VOC2007/JPEGImages/000005.jpg          or DIR is VOCdevkit, or the folder of the year itself
+                      ImageSets/Main/trainval.txt    names of images; also test.txt (2007), train.txt, val.txt (2012)
+                      ImageSets/Main/cat_trainval.txt    a class: the name of an image, and 1, -1 or 0 (difficult)
+                      Annotations/000005.xml         used where the lists of classes are not there
+
+2007 is trained on trainval and tested on test. The test labels of 2012 are secret: it is trained on train and tested on
+val. An object that annotators marked `difficult` does not make its class present: with no other object of it in the
+image the label is unknown, as in VOC's own evaluation, or what `data.doubtful` says.
+"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Splits
+from fedmll.data.images.reading import Problems, some
+from fedmll.data.sources.base import Download, Request, Source, data_missing
+from fedmll.data.sources.listed import TARGET, lines_of, listed, load_listed, pieces
+from fedmll.data.targets import TEST, TRAIN
+from fedmll.registry import register
+
+CLASSES = (
+    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
+)
+SETS = {"2007": (("trainval", TRAIN), ("test", TEST)), "2012": (("train", TRAIN), ("val", TEST))}
+HOST = "http://host.robots.ox.ac.uk/pascal/VOC"
+
+
+def load(request: Request) -> Splits:
+    year = request.argument
+    folder = find(request.root, year)
+    if folder is None:
+        raise data_missing(
+            f"voc:{year}",
+            request.root,
+            f"the folder VOCdevkit/VOC{year}/ with JPEGImages, ImageSets/Main and Annotations",
+            f"Get it with `fedmll data get voc:{year} --root DIR`, or from {HOST}/.",
+        )
+    problems = Problems(f"'{folder}'")
+    main, images = folder / "ImageSets" / "Main", folder / "JPEGImages"
+    difficult = TARGET[request.reading.doubtful or "unknown"]
+    names: list[str] = []
+    labels: list[NDArray[np.int8]] = []
+    split: list[int] = []
+    if pieces(problems, images, *(main / f"{name}.txt" for name, _ in SETS[year])):
+        for name, side in SETS[year]:
+            found = [line.split()[0] for line in lines_of(main / f"{name}.txt")]
+            names += found
+            split += [side] * len(found)
+            labels.append(_labels(folder, name, found, difficult, problems))
+    paths = [images / f"{name}.jpg" for name in names]
+    targets = np.concatenate(labels) if labels else np.zeros((0, len(CLASSES)), np.int8)
+    table = listed(problems, request.reading, paths, targets, CLASSES, np.array(split, np.int8), folder)
+    return load_listed(table, f"'{folder}'", request)
+
+
+def find(root: Path | None, year: str) -> Path | None:
+    if root is None:
+        return None
+    places = (root, root / f"VOC{year}", root / "VOCdevkit" / f"VOC{year}")
+    return next((place for place in places if place.name == f"VOC{year}" and place.is_dir()), None)
+
+
+def _labels(folder: Path, name: str, images: list[str], difficult: int, problems: Problems) -> NDArray[np.int8]:
+    files = [folder / "ImageSets" / "Main" / f"{kind}_{name}.txt" for kind in CLASSES]
+    if any(file.exists() for file in files):
+        return _from_lists(files, images, difficult, problems)
+    return _from_annotations(folder / "Annotations", images, difficult, problems)
+
+
+def _from_lists(files: list[Path], images: list[str], difficult: int, problems: Problems) -> NDArray[np.int8]:
+    codes = {"1": PRESENT, "-1": ABSENT, "0": difficult}
+    labels = np.full((len(images), len(CLASSES)), UNKNOWN, dtype=np.int8)
+    if not pieces(problems, *files):
+        return labels
+    for column, file in enumerate(files):
+        said = {line.split()[0]: line.split()[-1] for line in lines_of(file)}
+        wrong = [f"'{image}'" for image in images if said.get(image) not in codes]
+        if wrong:
+            problems.add(f"'{file.name}' says neither 1, -1 nor 0 of {len(wrong)} images: {some(wrong)}.")
+        labels[:, column] = [codes.get(said.get(image, ""), UNKNOWN) for image in images]
+    return labels
+
+
+def _from_annotations(folder: Path, images: list[str], difficult: int, problems: Problems) -> NDArray[np.int8]:
+    labels = np.full((len(images), len(CLASSES)), ABSENT, dtype=np.int8)
+    if not pieces(problems, folder):
+        return labels
+    wrong = []
+    for row, image in enumerate(images):
+        try:
+            objects = ElementTree.parse(folder / f"{image}.xml").getroot().findall("object")
+            shown = [(CLASSES.index(str(o.findtext("name"))), o.findtext("difficult") == "1") for o in objects]
+        except (OSError, ElementTree.ParseError, ValueError) as error:
+            wrong.append(f"'{image}.xml' ({error})")
+            continue
+        labels[row, [column for column, hard in shown if hard]] = difficult
+        labels[row, [column for column, hard in shown if not hard]] = PRESENT
+    if wrong:
+        problems.add(f"{len(wrong)} annotations cannot be read: {some(wrong)}. Unpack the archive again.")
+    return labels
+
+
+register("source", "voc")(
+    Source(
+        description="PASCAL VOC, several labels an image; --root DIR with VOCdevkit",
+        load=load,
+        available=lambda root: any(find(root, year) for year in SETS),
+        variants=tuple(SETS),
+        composes=False,
+        settings=("doubtful",),
+        classes=len(CLASSES),
+        licence="Flickr's terms",
+        published={"2007": {"train": 5011, "test": 4952}, "2012": {"train": 5717, "test": 5823}},
+        downloads={
+            "2007": (
+                Download(f"{HOST}/voc2007/VOCtrainval_06-Nov-2007.tar", "md5:c52e279531787c972589f7e41ab4ae64"),
+                Download(f"{HOST}/voc2007/VOCtest_06-Nov-2007.tar", "md5:b6e924de25625d8de591ea690078ad9f"),
+            ),
+            "2012": (Download(f"{HOST}/voc2012/VOCtrainval_11-May-2012.tar", "md5:6cd6e144f989b92b3379bac3b3de84fd"),),
+        },
+    )
+)
