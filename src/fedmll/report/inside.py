@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from fedmll.analysis import mistakes
+from fedmll.analysis.gallery import gallery
+from fedmll.analysis.opened import data_of
 from fedmll.analysis.picture import Picture
 from fedmll.errors import FedmllError
 from fedmll.report.runs import Run
-from fedmll.running.saved import load_run
+from fedmll.running.saved import SavedRun, load_run
 
 TOP = 6  # mistakes a class
 
 
 def inside(run: Run, images: bool) -> list[Picture]:
-    """Of one finished run. Why a picture is not there is said among what is damaged."""
+    """Of one finished run. Why a picture is not there is said among what is damaged. No plug-in that a folder names is
+    executed: of such a run nothing is shown that needs its code."""
+    try:
+        saved = load_run(run.folder, plugins=())
+        data = data_of(saved) if images else None
+    except FedmllError as error:
+        run.damaged.append(f"its images are not shown: {error}")
+        saved, data = load_run(run.folder, plugins=()), None
     found: list[Picture] = []
-    if images:
-        try:
-            found.append(_mistakes(run))
-        except FedmllError as error:
-            run.damaged.append(f"its images are not shown: {error}")
+    try:
+        found += gallery(saved, data)
+        if data is not None and len(data.sample_shape) == 3:
+            found.append(_mistakes(saved))
+    except FedmllError as error:
+        run.damaged.append(f"its model is not looked into: {error}")
     return found
 
 
-def _mistakes(run: Run) -> Picture:
-    saved = load_run(run.folder)
+def _mistakes(saved: SavedRun) -> Picture:
     kept = saved.predictions()
     wrong = mistakes.mistakes(kept, TOP)
     rows = [
