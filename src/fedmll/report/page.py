@@ -126,6 +126,7 @@ def embedded(picture: Picture) -> str:
     lines = drawn.rendered(picture.figure, "svg")
     with Image.open(io.BytesIO(drawn.rendered(picture.figure, "png", SCREEN))) as full:
         small = io.BytesIO()
-        full.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        few = full.convert("RGBA").quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        few.save(small, "PNG", optimize=True)  # what is transparent stays so: a page may be dark
     kind, content = min((("svg+xml", lines), ("png", small.getvalue())), key=lambda one: len(one[1]))
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
