@@ -60,7 +60,7 @@ def margin_tests(comparison: Comparison, against: str, metrics: Sequence[str], d
         if isinstance(found, Predictions)
     }  # fmt: skip
     results = []
-    for metric in metrics:
+    for metric in dict.fromkeys(metrics):
         found = [_test(row, base, metric, redrawn, kept, drawn) for row in others]
         adjusted = holm([test.p for test in found])
         results += [replace(test, adjusted=p) for test, p in zip(found, adjusted, strict=True)]
