@@ -60,7 +60,7 @@ def margin_tests(comparison: Comparison, against: str, metrics: Sequence[str], d
         if isinstance(found, Predictions)
     }  # fmt: skip
     results = []
-    for metric in metrics:
+    for metric in dict.fromkeys(metrics):
         found = [_test(row, base, metric, redrawn, kept, drawn) for row in others]
         adjusted = holm([test.p for test in found])
         results += [replace(test, adjusted=p) for test, p in zip(found, adjusted, strict=True)]
@@ -152,10 +152,8 @@ def notes_on_tests(tests: Sequence[MarginTest]) -> list[str]:
     if not done:
         return []
     seeds, rows = max(test.seeds for test in done), len({test.row for test in done})
-    lines = [
-        f"p: Wilcoxon signed-rank test over {seeds} seeds, two-sided, exact; Holm: corrected over the {rows} rows of a "
-        "metric."
-    ]
+    corrected = f"; Holm: corrected over the {rows} rows of a metric" if rows > 1 else ""
+    lines = [f"p: Wilcoxon signed-rank test over {seeds} seeds, two-sided, exact{corrected}."]
     best = lowest_p(seeds, rows)
     if best >= LEVEL:
         corrected = f", and {best:g} after Holm's correction over {rows} rows" if rows > 1 else ""
