@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fedmll.cli import compare, data, datasets, federation, keys, methods, predict, weights
+from fedmll.cli import compare, data, datasets, federation, keys, methods, predict, presets, weights
 from fedmll.cli.options import (
     Asked,
     Device,
@@ -142,6 +142,7 @@ compare.register(app)
 
 predict.register(app)
 methods.register(app)
+presets.register(app)
 datasets.register(data.data_app)
 app.add_typer(data.data_app, name="data")
 app.add_typer(weights.weights_app, name="weights")
