@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fedmll.cli import compare, data, datasets, federation, keys, methods, predict, report, show, site, weights
+from fedmll.cli import compare, data, datasets, federation, keys, methods, predict, presets, report, show, site, weights
 from fedmll.cli.options import (
     Asked,
     Device,
@@ -135,6 +135,7 @@ show.register(app)
 predict.register(app)
 report.register(app)
 methods.register(app)
+presets.register(app)
 datasets.register(data.data_app)
 app.add_typer(data.data_app, name="data")
 app.add_typer(weights.weights_app, name="weights")

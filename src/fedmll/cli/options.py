@@ -14,12 +14,16 @@ import typer
 from rich.markup import escape
 
 from fedmll import registry
+from fedmll.cli.presets import PRESET, preset
 from fedmll.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedmll.experiment import Experiment
 
-File = Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="The experiment; without it, the defaults.")]
+File = Annotated[
+    Path | None,
+    typer.Argument(metavar="FILE.toml", help="The experiment, or preset:PAPER/TABLE; without it, the defaults."),
+]
 Root = Annotated[Path | None, typer.Option("--root", help="Where the data lies.", show_default=False)]
 Workers = Annotated[int | None, typer.Option("--workers", help="Worker processes; 0: in this process. Default: cores.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or auto.")]
@@ -119,7 +123,10 @@ class Asked:
         """The file's values, then the options, then --set; published settings only where none of them speaks."""
         from fedmll.experiment import Experiment, merged, read_toml
 
-        values = {} if self.file is None else self._of_method(read_toml(self.file))
+        if self.file is not None and str(self.file).startswith(PRESET):
+            values = self._of_method(preset(str(self.file)))
+        else:
+            values = {} if self.file is None else self._of_method(read_toml(self.file))
         values = merged(values, given(**self.options) | parse_settings(self.settings))
         if self.plugins:
             values["plugins"] = [*values.get("plugins", []), *map(str, self.plugins)]

@@ -1,0 +1,70 @@
+"""Presets: every table of the papers is an experiment that is accepted, and so is every row of its comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedmll.cli.main import app
+from fedmll.cli.options import Asked
+from fedmll.cli.presets import names, preset, rows_of
+from fedmll.errors import ConfigError
+from fedmll.experiment import Experiment
+from fedmll.running.grid import parse_variant
+
+TABLES = {  # of the papers; what is published of them is in their own tables
+    "fedharmony": "1 2 3 4 5",
+    "fedlgt": "1 2 3 4 A1 A2 A3 A4 A5 A6 A7",
+    "fedmlp": "1 2 3",
+    "fednca-ml": "1 2 3 4 5 6 7 8",
+}
+
+
+def test_every_table_has_a_preset() -> None:
+    assert names() == [f"{paper}/{table}" for paper, tables in TABLES.items() for table in tables.split()]
+
+
+@pytest.mark.parametrize("variant", ["", "/small"])
+@pytest.mark.parametrize("name", names())
+def test_every_preset_and_every_row_of_its_table_is_accepted(name: str, variant: str) -> None:
+    found = Asked(Path(f"preset:{name}{variant}"), {}, None, None).experiment()
+    assert found.method.name == name.partition("/")[0]
+    for row in rows_of(name + variant):
+        found.changed(parse_variant(row).overrides)
+    if variant:
+        assert found.model.freeze == "backbone" and found.training.rounds <= 16
+        assert found.data.source in ("packed", "cifar10")
+
+
+def test_a_preset_is_its_papers_setting() -> None:
+    one = Experiment.make(preset("preset:fednca-ml/1"))
+    assert (one.data.name, one.partition.beta, one.partition.presence, one.partition.clients) == (
+        "ml-cifar10",
+        0.5,
+        0.5,
+        10,
+    )
+    assert one.model.weights is None and one.training.lr == 1e-4 and one.method.options["lambda_neg"] == 1.0
+    two = Experiment.make(preset("preset:fednca-ml/2"))
+    assert two.model.weights == "resnet18-imagenet1k-v1" and two.partition.presence == 0.71
+    lgt = Experiment.make(preset("preset:fedlgt/1"))
+    assert (lgt.participation.count, lgt.participation.sampling, lgt.partition.kind) == (50, "size", "natural")
+    mlp = Experiment.make(preset("preset:fedmlp/2"))
+    assert (mlp.data.name, mlp.data.top_classes, mlp.annotation.missing, mlp.training.rounds) == (
+        "chestxray14:pa",
+        8,
+        1,
+        500,
+    )
+
+
+def test_options_come_after_a_preset_and_a_wrong_name_gets_the_right_one() -> None:
+    changed = Asked(Path("preset:fednca-ml/1"), {"training.rounds": 3}, ["partition.beta=0.1"], None).experiment()
+    assert (changed.training.rounds, changed.partition.beta) == (3, 0.1)
+    for name in ("preset:fednca-ml/9", "preset:fednca/1", "preset:fednca-ml/1/tiny", "preset:"):
+        with pytest.raises(ConfigError, match="There is no preset"):
+            preset(name)
+    listed = CliRunner().invoke(app, ["presets"]).stdout
+    assert "preset:fedlgt/A7" in listed
