@@ -12,6 +12,7 @@ from compared import comparison, experiment, keep_predictions, made_run
 from scipy.stats import binomtest
 from sklearn.metrics import f1_score, precision_score, recall_score
 
+from fedmll import load_run
 from fedmll.data import federation
 from fedmll.evaluation.intervals import bootstrap
 from fedmll.report import curves as curves_module
@@ -148,7 +149,7 @@ def test_a_gain_is_a_client_s_own_figure_minus_its_figure_alone(comparison: Path
         expected |= {f"{name}, seed {seed}": ours[name] - alone[name] for name in ours}
     assert columns["name"] == list(expected)
     np.testing.assert_allclose(columns["auc"], list(expected.values()))
-    assert chart.xs[0].names == ("fedprox:mu=0.1",) and all(abs(x) <= 0.3 for x in columns["method"])
+    assert chart.xs[1].names == ("fedprox:mu=0.1",) and all(abs(x) <= 0.3 for x in columns["method"])
 
 
 def test_without_local_only_clients_have_their_own_figures(comparison: Path) -> None:
@@ -215,8 +216,13 @@ def test_of_one_seed_the_interval_is_the_bootstrap_s(comparison: Path) -> None:
     folder = comparison / "fedprox-mu=0.1" / "seed-1"
     found = results(gather([folder]))
     kept = read_predictions(folder / "predictions.npz")
-    low, high = bootstrap(kept.probabilities, kept.targets, kept.classes, 1)["map"]
-    assert found is not None and found.lines[0].figures[0].spread == f"[{low:.2f}, {high:.2f}]"
+    tuned = load_run(folder).model.tuned_thresholds
+    limits = bootstrap(kept.probabilities, kept.targets, kept.classes, 1, thresholds=tuned)
+    assert found is not None
+    figures = dict(zip(found.metrics, found.lines[0].figures, strict=True))
+    for name in ("map", "macro_f1_tuned"):
+        low, high = limits[name]
+        assert figures[name].spread == f"[{low:.2f}, {high:.2f}]"
 
 
 def test_predictions_of_all_seeds_count_in_the_calibration(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from PIL import Image
 from fedmll.analysis.picture import Picture
 from fedmll.cli import main
 from fedmll.data import federation
-from fedmll.report import drawn
+from fedmll.evaluation.intervals import bootstrap
+from fedmll.report import drawn, inside, results
 from fedmll.report.page import embedded, write_report
 
 __all__ = ["comparison"]
@@ -31,9 +33,11 @@ VOID = {"meta", "input", "img", "br"}
 
 
 @pytest.fixture(autouse=True)
-def few_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each chart one metric is drawn as files: matplotlib takes its time."""
+def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each chart one metric is drawn as files, and the bootstrap is short: both take their time."""
     monkeypatch.setattr(drawn, "MOST_VIEWS", 1)
+    monkeypatch.setattr(inside, "TOP", 1)
+    monkeypatch.setattr(results, "bootstrap", partial(bootstrap, draws=2))
 
 
 class Page(HTMLParser):

@@ -26,7 +26,7 @@ def test_a_drawing_by_hand() -> None:
     inside = [line[4:] for line in lines[1:17]]
     assert inside[0].rstrip() == " " * 30 + "●" and inside[15].rstrip() == "●●" + " " * 13 + "▲"
     assert [line.find("●") for line in inside] == sorted((line.find("●") for line in inside), reverse=True)
-    assert [line[:3] for line in lines[1:17] if line[:3].strip()] == [" 15", " 10", "  5", "  0"]
+    assert [line[:2] for line in lines[1:17] if line[:2].strip()] == ["15", "10", " 5", " 0"]
     assert lines[18].split() == ["0", "round", "30"]
     assert lines[19:] == ["● rising: 15 at round 30", "▲ a [31mb: 0 at round 15"]
 

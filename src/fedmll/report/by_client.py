@@ -77,13 +77,15 @@ def by_client(study: Study) -> Chart | None:
         Axis("method", "method", names=labels, limits=(-0.6, len(labels) - 0.4)),
         Axis("samples", "samples that the client holds out", COUNT, log=True),
     ]
+    if len(labels) == 1:
+        xs.reverse()  # nothing stands beside it
     if alone:
         ys = [Axis(key, f"gain in {text}, percentage points", PERCENT) for key, text in OWN.items()]
         words = "A dot is a client of a seed: its own held-out samples by the common model, minus by the model that it "
-        words += "trained alone. Above the dashed line it gains by taking part; a bar is the mean."
+        words += "trained alone. Above the dashed line it gains by taking part; a thick line is the mean."
         return Chart("gain", "Each client’s gain over local-only", words, DOTS, xs, ys, series, line="zero")
     ys = [Axis(key, f"{text}, %", PERCENT) for key, text in OWN.items()]
-    words = "A dot is a client of a seed, measured on the samples that it holds out itself; a bar is the mean."
+    words = "A dot is a client of a seed, measured on the samples that it holds out itself; a thick line is the mean."
     return Chart("own", "What each client gets", words, DOTS, xs, ys, series)
 
 

@@ -14,12 +14,12 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from fedmll import files
 from fedmll.analysis import label_map
 from fedmll.analysis.picture import Picture
-from fedmll.report.chart import DOTS, HIGH, LINES, LOW, MAP, Axis, Chart, Series
+from fedmll.report.chart import COUNT, DOTS, HIGH, LINES, LOW, MAP, Axis, Chart, Series
 
 COLOURS = ("#0072b2", "#d55e00", "#008a63", "#b1468c", "#b37700", "#2f9bd6", "#7a4a1e", "#5f6670")  # as in page.css
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 2)))
@@ -68,13 +68,17 @@ def draw(chart: Chart, x: Axis, y: Axis) -> Figure:
         axes.plot([0, 1], [0, 1], color="0.45", linewidth=0.8, linestyle=(0, (4, 4)), zorder=1)
     if x.log:
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    elif x.format == COUNT:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if x.names:
         axes.set_xticks(range(len(x.names)), [plain(name) for name in x.names], rotation=25, ha="right", fontsize=8)
     for axis, setting in ((x, axes.set_xlim), (y, axes.set_ylim)):
         if axis.limits:
             setting(*axis.limits)
-    axes.set_xlabel(x.label)
+    axes.set_xlabel("" if x.names else x.label)
     axes.set_ylabel(y.label)
     axes.grid(axis="y", color="0.9", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -99,6 +103,8 @@ def _draw_series(axes: Axes, kind: str, series: Series, x: Axis, y: Axis) -> Non
             linewidths=0,
             label=plain(series.label),
         )
+        if x.names and some.any():
+            axes.hlines(up[some].mean(), across[some].min(), across[some].max(), color=colour, linewidth=2)
         return
     assert kind == LINES
     if y.key + LOW in series.columns:

@@ -27,7 +27,7 @@ from fedmll.report.by_threshold import calibration, thresholds
 from fedmll.report.chart import Chart
 from fedmll.report.curves import curves
 from fedmll.report.inside import inside
-from fedmll.report.results import results
+from fedmll.report.results import Results, results
 from fedmll.report.runs import Run
 from fedmll.report.study import Study, gather
 from fedmll.report.words import common, counted, paragraph
@@ -56,19 +56,19 @@ def write_report(
     """The report of runs and comparisons, as `out`. `keep_files`: also every picture as PNG, SVG and CSV, in a folder
     beside it. `look` gives the pictures of a run's inside."""
     study = gather(paths)
-    charts = charts_of(study)
+    charts, table = charts_of(study), results(study)
     seen = [
         Inside(row.label, pictures)
         for row in study.rows
         if row.finished and (pictures := look(row.first) if look else inside(row.first, images))
     ]
-    files.write(out, page(study, charts, seen))
+    files.write(out, page(study, charts, table, seen))
     if keep_files:
         folder = files_beside(out)
         drawn.write(folder, (picture for chart in charts for picture in drawn.pictures(chart)))
         for one in seen:
             drawn.write(folder / drawn.safe(one.label), one.found)
-        if table := results(study):
+        if table is not None:
             files.write(folder / "results.csv", drawn.as_csv(table.rows))
     return study
 
@@ -90,7 +90,7 @@ def charts_of(study: Study) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def page(study: Study, charts: Sequence[Chart], seen: Sequence[Inside] = ()) -> str:
+def page(study: Study, charts: Sequence[Chart], table: Results | None, seen: Sequence[Inside] = ()) -> str:
     shared, differ = common(study.rows)
     data = to_json({"charts": [chart.as_json for chart in charts]}).replace("<", "\\u003c")
     every = len(study.runs) + len(study.trials)
@@ -101,7 +101,7 @@ def page(study: Study, charts: Sequence[Chart], seen: Sequence[Inside] = ()) -> 
         labels=[row.label for row in study.rows],
         shared=shared,
         differ=differ if len(study.rows) > 1 else [],
-        results=results(study),
+        results=table,
         charts={chart.name: chart for chart in charts},
         inside=seen,
         lost=[*study.lost, *study.damaged],

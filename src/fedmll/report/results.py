@@ -102,7 +102,7 @@ def _limits(run: Run) -> dict[str, tuple[float, float]]:
     kept = run.predictions
     if kept is None or not len(kept):
         return {}
-    return bootstrap(kept.probabilities, kept.targets, kept.classes, run.seed, kept.patients)
+    return bootstrap(kept.probabilities, kept.targets, kept.classes, run.seed, kept.patients, run.tuned)
 
 
 def _what(row: Row) -> str:

@@ -16,7 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedmll.errors import DataError, printable
+from fedmll.evaluation.metrics import best_thresholds
 from fedmll.running.clients import ClientLabels, read_clients
 from fedmll.running.folder import (
     CLIENTS,
@@ -86,6 +90,11 @@ class Run:
         return self._kept(PREDICTIONS, read_predictions, None)
 
     @cached_property
+    def tuned(self) -> NDArray[np.float64] | None:
+        """The thresholds of macro_f1_tuned, where there was validation data."""
+        return self._kept(PREDICTIONS, _tuned, None)
+
+    @cached_property
     def facts(self) -> dict[str, Any]:
         """What data.json says of the training data; empty at the server of a real federation."""
         return self._kept(DATA, lambda file: dict(json.loads(file.read_text()).get("training", {})), {})
@@ -133,6 +142,13 @@ def _last_words(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     found = STOPPED.search(lines[-1]) if lines else None
     return f"; it stopped: {printable(found[1], 600)}" if found else ""
+
+
+def _tuned(file: Path) -> NDArray[np.float64] | None:
+    with np.load(file, allow_pickle=False) as opened:
+        there = len(opened["validation_rows"]) if "validation_rows" in opened.files else 0
+    kept = read_predictions(file, "validation") if there else None
+    return None if kept is None else best_thresholds(kept.probabilities, kept.targets)
 
 
 def _table(file: Path) -> Table:

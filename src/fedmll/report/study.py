@@ -84,7 +84,7 @@ def gather(paths: Sequence[Path]) -> Study:
         if not path.is_dir():
             raise ConfigError(f"There is no folder {path}. Give the folder of a run or of a comparison.")
         if (path / EXPERIMENT).is_file():
-            single.append(read_run(path, path.resolve().name))
+            single.append(read_run(path, _called(path)))
         else:
             studies.append(_below(path))
     if single:
@@ -96,7 +96,7 @@ def gather(paths: Sequence[Path]) -> Study:
             if study.title and labels.count(row.label) > 1:  # told apart by the folder's name
                 row.label = f"{row.label} ({study.title})"
     whole = Study(
-        ", ".join(path.resolve().name for path in paths),
+        ", ".join(map(_called, paths)),
         rows,
         [run for study in studies for run in study.trials],
         [found for study in studies for found in study.refused],
@@ -104,6 +104,12 @@ def gather(paths: Sequence[Path]) -> Study:
     if not any(run.finished or run.rows for run in whole.runs):
         _nothing(paths, whole)
     return whole
+
+
+def _called(path: Path) -> str:
+    """The folder's name; of a run in a comparison with its row."""
+    folder = path.resolve()
+    return f"{folder.parent.name}/{folder.name}" if SEED.fullmatch(folder.name) else folder.name
 
 
 def _nothing(paths: Sequence[Path], whole: Study) -> None:
