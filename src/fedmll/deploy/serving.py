@@ -129,7 +129,7 @@ def drive(
 
     def make_engine(data: Federation, _: Path, progress: Progress) -> Engine:
         engine = FlowerEngine(
-            data, roster,
+            data, roster, out,
             min_clients=server.min_clients,
             round_timeout=server.round_timeout,
             tries=server.tries,

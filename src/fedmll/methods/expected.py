@@ -75,6 +75,10 @@ class Like:
         return len(shape) == len(allowed) and all(a <= n <= b for n, (a, b) in zip(shape, allowed, strict=True))
 
 
+class Diverged(str):
+    """A reason to refuse a reply that may not be its client's fault: from a spoilt model honest training runs away."""
+
+
 @dataclass(frozen=True)
 class Trained(Like):
     """Weights that came out of a round of training: the *update* is bounded, so that neither large nor turned weights
@@ -86,16 +90,16 @@ class Trained(Like):
     def refuse(self, name: str, tensor: Tensor) -> str | None:
         reason = super().refuse(name, tensor)
         if reason is not None:
-            return reason
+            return reason if bool(torch.isfinite(tensor).all()) else Diverged(reason)
         assert self.start is not None
         end = len(tensor) - (0 if self.flat is None else self.flat.buffer_count)
         size = 1 + float(self.start.norm())
         moved, statistics = float((tensor[:end] - self.start[:end]).norm()), float(tensor[end:].norm())
         if not moved <= LARGEST_UPDATE * size:
-            return f"{name} moved by the norm {moved:.3g}; at most {LARGEST_UPDATE * size:.3g} is believed"
+            return Diverged(f"{name} moved by the norm {moved:.3g}; at most {LARGEST_UPDATE * size:.3g} is believed")
         if not statistics <= LARGEST_GROWTH * size:
             believed = LARGEST_GROWTH * size
-            return f"{name} has statistics of the norm {statistics:.3g}; at most {believed:.3g} is believed"
+            return Diverged(f"{name} has statistics of the norm {statistics:.3g}; at most {believed:.3g} is believed")
         return None if self.flat is None else refuse_variances(name, tensor, self.flat)
 
 
