@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 from fedmll.client import Peer, Reply, task_of
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
-from fedmll.deploy.flower import evaluating
+from fedmll.deploy.flower import evaluating, processes
 from fedmll.deploy.flower.coming import check_newcomer, peers_of, with_sites
 from fedmll.deploy.flower.hearing import capped
 from fedmll.deploy.flower.judging import FEWEST, Round
+from fedmll.deploy.flower.port import expect_replies
 from fedmll.deploy.flower.post import Post
 from fedmll.deploy.flower.records import to_records
 from fedmll.deploy.flower.roster import Roster
@@ -78,7 +80,9 @@ class FlowerEngine:
         self.roster, self.grid, self.max_share = roster, roster.grid, max_share
         self.min_clients, self.tries = min_clients, tries
         self.folder = folder  # where replies may lie for the time of a round
-        self.post = Post(roster, round_timeout, alive, self._expected_reply)
+        self.post = Post(
+            roster, round_timeout, alive, self._expected_reply, partial(expect_replies, folder / processes.FOLDER)
+        )
         self.learner = Learner(task_of(federation, choose_device(federation.experiment.engine.device)))
         self.method = self.learner.method
         self.federation = self.learner.federation(federation, progress)

@@ -35,10 +35,12 @@ class Post:
         round_timeout: float,
         alive: Callable[[], None],
         expected: Callable[[str, Peer, Message], dict[str, Like]],
+        expect_bytes: Callable[[int], None],
     ) -> None:
         self.roster, self.grid, self.round_timeout = roster, roster.grid, round_timeout
         self.alive = alive  # raises when the SuperLink is gone
         self.expected = expected  # what a good reply of a kind to a letter holds
+        self.expect_bytes, self.most_bytes = expect_bytes, 0  # of the tensors of a good reply, told when it grows
         self.begin(-1)
 
     def begin(self, number: int) -> None:
@@ -79,7 +81,8 @@ class Post:
             missing = [p.name for p in peers if p.name not in answers]
             waiting = sum(answer is not None for answer in answers.values())
             nobody = all(name not in self.roster.members for name in missing) and needed - waiting <= 0
-            if missing and (time.monotonic() > deadline or (nobody and not self._expected(missing))):
+            coming = self.roster.greeting(missing, self.round_timeout)
+            if missing and (time.monotonic() > deadline or (nobody and not coming)):
                 self._leave_out(missing, answers, late=time.monotonic() > deadline)
             elif missing:
                 time.sleep(POLL_SECONDS)
@@ -92,10 +95,6 @@ class Post:
             answers[name] = None
         if late:
             self.hung |= set(names)
-
-    def _expected(self, names: Sequence[str]) -> bool:
-        """Whether one of these is just being greeted."""
-        return bool(self.roster.waiting) and bool(names)
 
     def _send(
         self,
@@ -114,7 +113,11 @@ class Post:
                 del parcels[message_id]  # its node came anew: that message is lost
             message, about = letter(peer)
             expected = self.expected(kind, peer, message)
-            BOUNDS.allow(max([message.nbytes, *(like.most_bytes for like in expected.values())]))
+            sizes = [like.most_bytes for like in expected.values()]
+            BOUNDS.allow(max([message.nbytes, *sizes]))
+            if sum(sizes) > self.most_bytes:
+                self.most_bytes = sum(sizes)
+                self.expect_bytes(self.most_bytes)
             content = to_records(message, about | {"setup": self.roster.setup})
             outgoing = FlowerMessage(content, member.node, kind, ttl=seconds, group_id=str(self.number))
             (message_id,) = self.grid.push_messages([outgoing])
