@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import unicodedata
 from collections.abc import Iterable
+from typing import Any
 
 SHOWN = 400  # characters of what somebody else sent
 
@@ -33,6 +34,10 @@ class ReplyRefused(FedmllError):
     """A client's reply that the server does not accept; names the client and the reason."""
 
 
+class UpdateDiverged(ReplyRefused):
+    """A reply that is not accepted, for which the model that was sent may be to blame."""
+
+
 class MergeRefused(FedmllError):
     """What a round's replies make together is not a model."""
 
@@ -46,7 +51,12 @@ class TooFewReplies(FederationError):
 
 
 class RoundSpoilt(FederationError):
-    """A reply could not be merged, and half of it may be in the sums; the round is done again without its client."""
+    """A reply could not be merged, and half of it may be in the sums; the round is done again without its client. Or
+    the model was spoilt that the round began with: it is done again from the one to take `instead`."""
+
+    def __init__(self, text: str, instead: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.instead = instead
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -29,6 +29,7 @@ from fedmll.deploy.flower.site_app import EVALUATE, HELLO, TRAIN, app
 from fedmll.deploy.site import Site
 from fedmll.deploy.site_worker import Setup, remember_site
 from fedmll.engines.learner import Learner
+from fedmll.experiment import Experiment
 from fedmll.message import Message
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
@@ -58,6 +59,12 @@ def methods() -> list[str]:
     return [name for name in registry.all_of("method") if name not in (*NOT_FEDERATED, *registry.added("method"))]
 
 
+def experiment_of(consortium: Consortium, name: str) -> Experiment:
+    return consortium.server(
+        training__rounds=ROUNDS, model__channels=[4, WIDTH], partition__holdout=0.2, training__augment="none"
+    ).changed({"method.name": name} | OPTIONS.get(name, {}))
+
+
 class Recorder:
     """One real site, asked by the server's half of a method; everything that the site says is kept."""
 
@@ -68,12 +75,7 @@ class Recorder:
         remember_site(
             Site(SITE, home / SITE / "labels.csv", home / "images", folder / "memory", device="cpu"), self.file
         )
-        experiment = serving.settled(
-            consortium.server(
-                training__rounds=ROUNDS, model__channels=[4, WIDTH], partition__holdout=0.2, training__augment="none"
-            ).changed({"method.name": name} | OPTIONS.get(name, {})),
-            (1, 8, 8),
-        )
+        experiment = serving.settled(experiment_of(consortium, name), (1, 8, 8))
         task = Task(experiment, tuple(CLASSES), (1, 8, 8), len(NAMES), torch.device("cpu"))
         self.learner = Learner(task)
         self.method = self.learner.method
@@ -124,7 +126,11 @@ def rows_of(consortium: Consortium, folder: Path, name: str) -> list[Row]:
     symbols = recorder.symbols()
     if recorder.method.private:  # it was sent its own rows only
         symbols = {len(said["weights"]): "P" for said, _ in found["a round"]} | symbols | {7: "C"}
-    rows = []
+    return in_rows(name, found, symbols)
+
+
+def in_rows(name: str, found: dict[str, list[tuple[Message, dict[str, Any]]]], symbols: dict[int, str]) -> list[Row]:
+    rows: list[Row] = []
     for when, replies in found.items():
         tensors = {k: described(t, symbols) for said, _ in replies for k, t in sorted(said.tensors.items())}
         told = {key for _, about in replies for key in about}

@@ -27,7 +27,7 @@ from sites import FUSION, NAMES, Consortium, write_consortium
 
 from fedmll import run
 from fedmll.deploy import keys, serving, site, site_worker
-from fedmll.deploy.flower import engine, roster
+from fedmll.deploy.flower import engine, post, roster
 from fedmll.deploy.flower.guard import Guard
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import HELLO, TRAIN, app
@@ -49,7 +49,8 @@ def consortium(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 7, 1, 1
     monkeypatch.setattr(engine, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(engine, "ROSTER_SECONDS", 0.02)
+    monkeypatch.setattr(post, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(post, "ROSTER_SECONDS", 0.02)
     monkeypatch.setattr(engine, "BYE_SECONDS", 0.2)
     monkeypatch.setattr(roster, "ASK_AGAIN_SECONDS", 0.05)
     monkeypatch.setattr(site_worker, "SMALLEST_GROUP", 1)  # as a simulation, with which weights are compared

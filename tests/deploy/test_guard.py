@@ -272,14 +272,22 @@ def test_trees_do_not_double_over_several_requests(monkeypatch: pytest.MonkeyPat
     assert port.wrong_tree(deep, store) == "too many objects"
 
 
-def test_what_one_reply_may_weigh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port, "REPLY_BYTES", 10)
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_one_reply_may_weigh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: bool) -> None:
+    """As much as what was asked for and a little beside it, and never more than a bound."""
+    monkeypatch.setattr(port, "REPLY_BYTES", 10 if asked else 1000)
+    monkeypatch.setattr(port, "BESIDE_BYTES", 1 if asked else 9)
+    if asked:
+        port.expect_replies(tmp_path, 9)
+        assert port.most_bytes(tmp_path) == 10
+        port.expect_replies(tmp_path, 500)
+    assert port.most_bytes(tmp_path) == (10 if asked else 9)
     done: list[str] = []
     handlers = SimpleNamespace(
         push_messages=lambda request, state: done.append("message"),
         push_object=lambda request, state: done.append("object"),
     )
-    port.Pushes(handlers)
+    port.Pushes(handlers, tmp_path)
     state = SimpleNamespace(object_store=InMemoryObjectStore())
     piece = SimpleNamespace(node=NodeProto(node_id=5), object_content=b"x" * 6)
     handlers.push_messages(request=push(ObjectTree(object_id="t")), state=state)

@@ -23,6 +23,7 @@ from fedmll.methods import make
 from fedmll.methods.contract import Part
 
 FILE = "approved.json"
+MOST_APPROVED = 100  # that are remembered: the latest
 SMALL_BATCH, LARGE_SHARE = 8, 0.5  # beyond these a person is told that it is unusual
 
 
@@ -106,6 +107,7 @@ def approve(
     if not confirm():
         raise Refused("approval", "The experiment was not approved. Nothing was sent but this refusal.")
     approved[digest] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    approved = dict(list(approved.items())[-MOST_APPROVED:])
     files.write(memory / FILE, json.dumps(approved, indent=2) + "\n")
 
 

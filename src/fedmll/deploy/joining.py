@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedmll.deploy import turned_away
+from fedmll.deploy.estimate import GIGABYTE
 from fedmll.deploy.own_folder import FLOWER, clear_cache, occupied, private
 from fedmll.deploy.site import Site
 from fedmll.deploy.site_worker import remember_site
@@ -82,7 +83,7 @@ def _serve(site: Site, access: Access, show: Callable[[str], None]) -> None:
         )
         child = Child("supernode", node)
         try:
-            executor = Executor(node.port, secret, site_file)
+            executor = Executor(node.port, secret, site_file, site.limits.max_memory * GIGABYTE)
             show(f"{site.name} waits for {access.server}")
             executor.serve(lambda child=child: not (child.ended() or standing.declined))  # type: ignore[misc]
             if standing.declined:

@@ -20,6 +20,7 @@ from fedmll.deploy.sentences import Refused, plain
 from fedmll.errors import ConfigError
 
 CACHE, FLOWER, LOCK = "cache", "flower", "join.lock"
+MOST_RUNS = 20  # whose memories are kept: a server may give its run another name every time
 RUN_NAME = re.compile("[A-Za-z0-9]{1,64}")
 
 
@@ -63,6 +64,22 @@ def folder_of_run(memory: Path, run: str) -> Path:
     if not isinstance(run, str) or not RUN_NAME.fullmatch(run) or run.lower() in (CACHE, FLOWER):
         raise Refused("settings", f"The server calls its run '{plain(str(run), 80)}', which is no name for a folder.")
     return memory / run
+
+
+def make_room(memory: Path, run: str) -> None:
+    """For another run's memory. Folders of runs that are over are empty; Refused: too many others are not. Nothing of
+    them is deleted: their runs may go on."""
+    others = [path for path in memory.iterdir() if path.is_dir() and path.name not in (CACHE, FLOWER, run)]
+    for path in others:
+        if not any(path.iterdir()):
+            path.rmdir()
+    left = [path for path in others if path.exists()]
+    if len(left) >= MOST_RUNS and not (memory / run).exists():
+        raise Refused(
+            "limits",
+            f"{memory} holds memories of {len(left)} runs that did not end, and no more are begun. Remove the folders "
+            "of those that will not go on.",
+        )
 
 
 def set_aside(path: Path) -> Path:

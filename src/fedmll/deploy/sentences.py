@@ -24,6 +24,7 @@ OF_ERRORS = {DataError: "data", ConfigError: "settings", ClientError: "training"
 
 LONGEST_LINE, LONGEST_TEXT = 1000, 20_000
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\|$)|[ -/]*[0-~])?", re.DOTALL)
+LINE_BREAKS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 
 
 class Refused(FedmllError):
@@ -43,6 +44,13 @@ def sentence(error: Exception) -> str:
 
 
 def plain(text: str, most: int = LONGEST_LINE) -> str:
-    """A text of somebody else's, for a terminal: no escape sequence, no control character, and not too long."""
-    shown = "".join(c for c in ESCAPES.sub("", text[: 4 * most]) if c == "\n" or unicodedata.category(c)[0] != "C")
+    """A text of somebody else's, for one line of a terminal: no escape sequence, no control character, no line break
+    (what follows one would look like a line of ours), and not too long."""
+    start = LINE_BREAKS.sub(" ", ESCAPES.sub("", text[: 4 * most]))
+    shown = "".join(c for c in start if unicodedata.category(c)[0] != "C")
     return shown if len(shown) <= most else f"{shown[:most]} …"
+
+
+def indented(text: str) -> str:
+    """A text of several lines (a traceback), none of which looks like a line of ours."""
+    return "\n".join(f"  | {plain(line)}" for line in text[:LONGEST_TEXT].splitlines())

@@ -24,7 +24,7 @@ from fedmll.data import federation, sources
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress
-from fedmll.deploy import certificates, keys, labels, setting, site, telling
+from fedmll.deploy import certificates, keys, labels, own_folder, setting, site, telling
 from fedmll.deploy.journal import Journal
 from fedmll.deploy.private import passphrase_of
 from fedmll.deploy.setting import Server, server_in
@@ -45,6 +45,7 @@ RESUME = "Free some space, then go on with `fedmll resume`: nothing that was fin
 RETURN_SECONDS = 60  # for clients to notice that a server is back
 
 
+@own_folder.private()
 def serve(
     experiment: Experiment,
     server: Server,
@@ -71,10 +72,11 @@ def serve(
     return go_on(out, observer, passphrase_file)
 
 
+@own_folder.private()
 def go_on(out: Path, observer: Observer | None = None, passphrase_file: Path | None = None) -> Result:
     """Start the federation in a folder, or go on with it from its last checkpoint."""
     from fedmll.deploy.flower.link import own_link
-    from fedmll.deploy.flower.processes import Link, new_secret
+    from fedmll.deploy.flower.processes import FOLDER, Link, new_secret
 
     observer = observer or Observer()
     experiment, server = loop.experiment_in(out), server_in(out)
@@ -82,7 +84,7 @@ def go_on(out: Path, observer: Observer | None = None, passphrase_file: Path | N
         raise ConfigError(f"The run in {out} is over: its result is in summary.json and model.safetensors there.")
     with files.room_for(out, RESUME):
         journal = Journal(out, observer)
-        link = Link(server.host, server.port, str(out / "flower"), str(new_secret(out / "flower")), {})
+        link = Link(server.host, server.port, str(out / FOLDER), str(new_secret(out / FOLDER)), {})
         if server.keys is not None:
             folder = Path(server.keys)
             certificate, key, ca = keys.server_files(folder)
@@ -97,6 +99,7 @@ def go_on(out: Path, observer: Observer | None = None, passphrase_file: Path | N
             return drive(connected.grid, experiment, server, out, observer, connected.alive)
 
 
+@own_folder.private()
 def drive(
     grid: Grid,
     experiment: Experiment,
@@ -111,6 +114,7 @@ def drive(
     from fedmll.deploy.flower.roster import Roster
 
     _check_start(experiment, server)
+    own_folder.make_private(out)  # names and metrics of sites
     mine = own_data(experiment, observer)
     classes, shape = mine.test.classes, mine.test.sample_shape
     method = make(Task(experiment, classes, shape, len(server.clients), torch.device("cpu")))
@@ -129,7 +133,7 @@ def drive(
 
     def make_engine(data: Federation, _: Path, progress: Progress) -> Engine:
         engine = FlowerEngine(
-            data, roster,
+            data, roster, out,
             min_clients=server.min_clients,
             round_timeout=server.round_timeout,
             tries=server.tries,

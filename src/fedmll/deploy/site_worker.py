@@ -79,6 +79,7 @@ class SiteWorker:
         self.told = False  # which classes' histograms stay here: it is said once
         self.folder = own_folder.folder_of_run(where.memory, setup.run)
         own_folder.make_private(where.memory)
+        own_folder.make_room(where.memory, setup.run)
         experiment = Experiment.make(with_own_files(setup.experiment, where.files) | {"data": {"name": "none"}})
         device, share = choose_device(where.device), float(experiment.partition.holdout)
         torch.set_num_threads(1)  # as the local engine's workers: sums over several threads have other last bits

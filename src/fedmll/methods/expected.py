@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedmll.message import Message
+from fedmll.client import under
+from fedmll.message import Message, Tensors
 from fedmll.models.flat import FlatWeights
 
 LARGEST_UPDATE = 10  # times 1 + the norm of what was sent: no honest round of training moves parameters further
@@ -30,7 +31,9 @@ class Like:
     why: str = ""  # the shape is what it is
     rule: Callable[[Tensor], bool] | None = None  # what else must hold …
     broken: str = ""  # … and what to say if it does not
-    by_class: int | None = None  # along this axis are the classes: a client speaks only of those that it annotates
+    by_class: int | None = None  # along this axis are the classes: a client speaks only of those that it annotates …
+    absent: float = 0  # … and this stands where it does not
+    together: Callable[[Tensors, float], str | None] | None = None  # a reason, of all of the part's tensors and samples
 
     @classmethod
     def sent(cls, weights: Tensor, why: str = "", flat: FlatWeights | None = None) -> Like:
@@ -56,7 +59,7 @@ class Like:
         if self.by_class is None:
             return None
         others = tensor.index_select(self.by_class, (~annotated).nonzero().flatten())
-        return f"{name} speaks of classes that it does not annotate" if bool(others.any()) else None
+        return f"{name} speaks of classes that it does not annotate" if bool((others != self.absent).any()) else None
 
     def refuse_shape(self, name: str, shape: tuple[int, ...], dtype: str) -> str | None:
         """The same of what is only announced: nothing is allocated for it yet."""
@@ -75,6 +78,10 @@ class Like:
         return len(shape) == len(allowed) and all(a <= n <= b for n, (a, b) in zip(shape, allowed, strict=True))
 
 
+class Diverged(str):
+    """A reason to refuse a reply that may not be its client's fault: from a spoilt model honest training runs away."""
+
+
 @dataclass(frozen=True)
 class Trained(Like):
     """Weights that came out of a round of training: the *update* is bounded, so that neither large nor turned weights
@@ -86,16 +93,16 @@ class Trained(Like):
     def refuse(self, name: str, tensor: Tensor) -> str | None:
         reason = super().refuse(name, tensor)
         if reason is not None:
-            return reason
+            return reason if bool(torch.isfinite(tensor).all()) else Diverged(reason)
         assert self.start is not None
         end = len(tensor) - (0 if self.flat is None else self.flat.buffer_count)
         size = 1 + float(self.start.norm())
         moved, statistics = float((tensor[:end] - self.start[:end]).norm()), float(tensor[end:].norm())
         if not moved <= LARGEST_UPDATE * size:
-            return f"{name} moved by the norm {moved:.3g}; at most {LARGEST_UPDATE * size:.3g} is believed"
+            return Diverged(f"{name} moved by the norm {moved:.3g}; at most {LARGEST_UPDATE * size:.3g} is believed")
         if not statistics <= LARGEST_GROWTH * size:
             believed = LARGEST_GROWTH * size
-            return f"{name} has statistics of the norm {statistics:.3g}; at most {believed:.3g} is believed"
+            return Diverged(f"{name} has statistics of the norm {statistics:.3g}; at most {believed:.3g} is believed")
         return None if self.flat is None else refuse_variances(name, tensor, self.flat)
 
 
@@ -115,7 +122,18 @@ def refuse_unlike(expected: Mapping[str, Like], reply: Message) -> str | None:
         return "one of its numbers is not finite"
     if not reply.numbers.get("samples", 0) > 0:
         return "it does not say how many samples it has"
-    return refuse_tensors(expected, reply)
+    return refuse_tensors(expected, reply) or refuse_together(expected, reply)
+
+
+def refuse_together(expected: Mapping[str, Like], reply: Message) -> str | None:
+    """Of tensors that are each good by itself: why they cannot belong together."""
+    for name, like in expected.items():
+        if like.together is not None:
+            part = name.rpartition("/")[0]
+            reason = like.together(under(part, reply.tensors), reply.numbers["samples"])
+            if reason is not None:
+                return f"{part}: {reason}"
+    return None
 
 
 def refuse_names(expected: Mapping[str, Like], reply: Message) -> str | None:

@@ -96,7 +96,7 @@ class RelationMatching(Later, SecondView):
 
     def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
         classes = len(self.task.classes)
-        told = {"relations": Like((classes, classes), low=0, high=1), "votes": Like((classes,), torch.bool)}
+        told = {"relations": Like((classes, classes), low=0, high=1), "votes": Like((classes,), torch.bool, by_class=0)}
         return told if self.speaks(round) else {}
 
     def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:

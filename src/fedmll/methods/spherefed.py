@@ -100,6 +100,7 @@ class Calibration(FromSums):
     name = "calibration"
     needs = frozenset({"sphere"})
     exchanges = frozenset({"closing"})
+    unit = True
 
     class Options(PartOptions):
         eps: float = option(1e-4, "ε of the calibration, relative to n", gt=0)

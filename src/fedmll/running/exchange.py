@@ -22,7 +22,7 @@ def exchange(
         try:
             return _once(engine, state, number, total, observer)
         except RoundSpoilt as error:
-            reason = str(error)
+            state, reason = error.instead or state, str(error)
         except TooFewReplies as error:
             if attempt == engine.tries:
                 raise

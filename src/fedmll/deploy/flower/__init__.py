@@ -7,6 +7,8 @@ link.py        the server's end of its SuperLink
 site_app.py    the ClientApp: any method of the registry at a site
 executor.py    runs the ClientApp for a SuperNode in one process that stays (Flower starts one a message)
 roster.py      who is connected, by name
-engine.py      FlowerEngine: rounds by deadline; what runner.py drives
+post.py        letters to clients and their replies, by deadline
+judging.py     a round's updates beside each other: who stands out
+engine.py      FlowerEngine: rounds; what runner.py drives
 server_app.py  the ServerApp, for Flower's own runtimes (its simulation engine on Ray)
 """

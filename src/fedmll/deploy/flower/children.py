@@ -57,7 +57,7 @@ def _superlink(setting: Link) -> None:
     only_complete(state)
     notices = Notices(Path(setting.folder))
     revoked = None if setting.revoked is None else Path(setting.revoked)
-    Pushes(fleet_handlers)
+    Pushes(fleet_handlers, Path(setting.folder))
     be_impatient()
     uvicorn.run(
         Guard(app, None if setting.insecure else Door(setting.nodes, notices.tell, revoked)),

@@ -25,7 +25,8 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from fedmll.deploy.flower.site_app import BYE, app
+from fedmll.deploy.flower.inflating import BOUNDS
+from fedmll.deploy.flower.site_app import BYE, app, complain
 
 IDLE_SECONDS = 0.1
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
@@ -66,7 +67,10 @@ def heartbeat(client: RuntimeHttpClient) -> HeartbeatSender:
 class Executor:
     """Takes tasks from the SuperNode at `port` of this machine."""
 
-    def __init__(self, port: int, secret_file: Path, site_file: Path) -> None:
+    def __init__(self, port: int, secret_file: Path, site_file: Path, largest: float) -> None:
+        """No array of the server's may have more than `largest` bytes."""
+        BOUNDS.install()
+        BOUNDS.allow(int(largest))
         self.address, self.site_file = f"127.0.0.1:{port}", site_file
         self.client = acquirer(self.address, secret_file.read_bytes())
         self.over = False  # the server said that the run is over
@@ -81,6 +85,9 @@ class Executor:
                     self._do(token)
             except httpx.HTTPError:
                 token = None  # the SuperNode is starting, or gone
+            except Exception as error:  # a message that Flower cannot put together; the server asks again, or goes on
+                complain(f"ignored: a message that cannot be read ({type(error).__name__}: {error})")
+                token = None
             if token is None:
                 time.sleep(IDLE_SECONDS)
         if self.over:

@@ -13,11 +13,12 @@ from fedmll.client import Peer
 from fedmll.deploy.flower.records import from_records
 from fedmll.deploy.flower.roster import Introduction, Member
 from fedmll.deploy.flower.site_app import TRAIN
-from fedmll.errors import ReplyRefused, printable
+from fedmll.deploy.sentences import SENTENCES
+from fedmll.errors import ReplyRefused, UpdateDiverged, printable
 from fedmll.evaluation.pooled import HIGHEST, of_a_site
 from fedmll.message import Message
 from fedmll.methods.contract import Like, refuse_unlike
-from fedmll.methods.expected import refuse_classes, refuse_names, refuse_tensors
+from fedmll.methods.expected import Diverged, refuse_classes, refuse_names, refuse_tensors
 
 NUMBERS = ("samples", "steps", "loss")  # of a round of training
 LARGEST_LOSS = 1e6
@@ -42,7 +43,8 @@ def heard(kind: str, reply: FlowerMessage, parcel: Parcel, introduced: Introduct
     allowed = NUMBERS if kind == TRAIN else of_a_site()
     message, about = from_records(reply.content, parcel.expected, allowed)
     if "error" in about:
-        raise ReplyRefused(printable(about["error"]))
+        diverged = kind == TRAIN and about["error"] == SENTENCES["training"]
+        raise (UpdateDiverged if diverged else ReplyRefused)(printable(about["error"]))
     if about.get("name") != parcel.peer.name:
         raise ReplyRefused(f"it calls itself '{printable(about.get('name'), 80)}'")
     try:
@@ -51,7 +53,7 @@ def heard(kind: str, reply: FlowerMessage, parcel: Parcel, introduced: Introduct
     except Exception as error:  # a reply that confuses the check is not a good one
         reason = f"it cannot be checked ({type(error).__name__}: {printable(error)})"
     if reason is not None:
-        raise ReplyRefused(reason)
+        raise (UpdateDiverged if isinstance(reason, Diverged) else ReplyRefused)(reason)
     return message, about
 
 

@@ -1,5 +1,6 @@
-"""Flower puts a reply together before we see it. An array names its chunks by number, as often as it likes: 20 MB named
-a million times would be 20 TB. So nothing is put together that is larger than what a good reply holds."""
+"""Flower puts a message together before we see it. An array names its chunks by number, as often as it likes: 20 MB
+named a million times would be 20 TB. So nothing is put together that is larger than what a good reply holds, or, at a
+site, than the memory that it allows."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ HEADER_BYTES = 4096  # of an array beside its values
 
 
 class Bounds:
-    """For this process: the server's."""
+    """For this process: the server's, or a site's."""
 
     def __init__(self) -> None:
         self.largest = 0

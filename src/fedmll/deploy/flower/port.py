@@ -16,12 +16,15 @@ from fastapi import HTTPException
 from flwr.common.constant import SUPERLINK_NODE_ID
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fedmll import files
 from fedmll.errors import printable
 
 HANDSHAKE_SECONDS, HEADER_SECONDS = 10.0, 10.0
 MOST_CONNECTIONS = 512  # beyond it, the one that has been silent longest goes
 MOST_OBJECTS, DEEPEST = 50_000, 6  # of one reply: message, records, record, array, chunk
-REPLY_BYTES = 2 * 1024**3  # that one client may send for one reply
+REPLY_BYTES = 2 * 1024**3  # that one client may send for one reply, whatever is asked for
+BESIDE_BYTES = 8 * 1024**2  # words and Flower's own, beside the tensors that are asked for
+LARGEST = "largest-reply"  # the file that says how many bytes of tensors the largest good reply has
 AGAIN_SECONDS = 60.0  # the same notice
 NOTICES = "notices.jsonl"
 
@@ -101,11 +104,23 @@ def new_notices(folder: Path, start: int) -> tuple[list[str], int]:
     return [printable(json.loads(line)) for line in whole.splitlines()], start + len(whole) + (1 if whole else 0)
 
 
+def expect_replies(folder: Path, tensors: int) -> None:
+    """From the server's process to the SuperLink's: replies may have so many bytes of tensors."""
+    files.write(folder / LARGEST, str(tensors))
+
+
+def most_bytes(folder: Path) -> int:
+    """That one reply may have; before anybody was asked for tensors, words only."""
+    path = folder / LARGEST
+    return min(REPLY_BYTES, BESIDE_BYTES + (int(path.read_text()) if path.is_file() else 0))
+
+
 class Pushes:
     """Wraps Flower's handlers: a reply is from who sends it, to the server, and of bounded size. Flower checks the key
     of the sender, and stores whatever source the message claims."""
 
-    def __init__(self, handlers: Any) -> None:
+    def __init__(self, handlers: Any, folder: Path) -> None:
+        self.folder = folder
         self.push_messages, self.push_object = handlers.push_messages, handlers.push_object
         self.bytes: dict[int, int] = {}  # node → since its last reply began
         handlers.push_messages, handlers.push_object = self.messages, self.object
@@ -120,7 +135,7 @@ class Pushes:
     def object(self, request: Any, state: Any) -> Any:
         node = request.node.node_id
         self.bytes[node] = self.bytes.get(node, 0) + len(request.object_content)
-        if self.bytes[node] > REPLY_BYTES:
+        if self.bytes[node] > most_bytes(self.folder):
             raise HTTPException(413, "the reply is too large")
         return self.push_object(request=request, state=state)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from fedmll.errors import ConfigError, FederationError
 
 START_SECONDS = 60
+FOLDER = "flower"  # in a run's folder
 CHILD = "fedmll.deploy.flower.children"
 
 

@@ -82,6 +82,16 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Greeting:
+    """One that was not answered yet."""
+
+    node: int
+    since: str
+    name: str  # as registered with its key
+    sent: float
+
+
+@dataclass(frozen=True)
 class Refusal:
     name: str
     reason: str
@@ -107,7 +117,7 @@ class Roster:
 
     def __post_init__(self) -> None:
         BOUNDS.install()
-        self.waiting: dict[str, tuple[int, str, float]] = {}  # hello's id → node, since, deadline
+        self.waiting: dict[str, Greeting] = {}  # by hello's id
         self.refused: dict[tuple[int, str], Refusal] = {}  # by node and since
         if self.file.exists():
             try:
@@ -128,6 +138,11 @@ class Roster:
         reasons = [refusal.reason for refusal in self.refused.values() if refusal.name == name]
         return f"it is refused: {reasons[-1]}" if reasons else "it is not connected"
 
+    def greeting(self, names: Sequence[str], seconds: float) -> bool:
+        """Whether one of these has just come. Who has not answered its greeting for so long is not waited for."""
+        fresh = [greeting for greeting in self.waiting.values() if time.monotonic() - greeting.sent <= seconds]
+        return any(not self.keyed or greeting.name in names for greeting in fresh)
+
     def connections(self) -> dict[int, str]:
         """Since when each node is connected, as it is now."""
         return {node.node_id: node.last_activated_at for node in self.grid.get_nodes()}
@@ -145,17 +160,17 @@ class Roster:
         self.refused = {key: refusal for key, refusal in self.refused.items() if key in here}
         now = time.monotonic()
         greeted = {(member.node, member.since) for member in self.members.values()}
-        greeted |= {(node, since) for node, since, _ in self.waiting.values()}
+        greeted |= {(greeting.node, greeting.since) for greeting in self.waiting.values()}
         for key in sorted(here - greeted):
             if key not in self.refused or now >= self.refused[key].again:
-                self._greet(*key, now)
+                self._greet(*key, online[key[0]].name, now)
         self._hear(now)
 
-    def _greet(self, node: int, since: str, now: float) -> None:
+    def _greet(self, node: int, since: str, registered: str, now: float) -> None:
         content = to_records(Message(), {"setup": self.setup} | self._why_refused(node, since))
         (message_id,) = self.grid.push_messages([FlowerMessage(content, node, HELLO, ttl=HELLO_SECONDS)])
         if message_id:
-            self.waiting[message_id] = (node, since, now + HELLO_SECONDS)
+            self.waiting[message_id] = Greeting(node, since, registered, now)
 
     def _why_refused(self, node: int, since: str) -> dict[str, str]:
         """A client that was refused is told why with the next greeting."""
@@ -163,15 +178,15 @@ class Roster:
         return {} if before is None else {"refused": short_name(before.reason)}
 
     def _hear(self, now: float) -> None:
-        for message_id in [key for key, (_, _, deadline) in self.waiting.items() if now > deadline]:
-            del self.waiting[message_id]
+        self.waiting = {key: each for key, each in self.waiting.items() if now <= each.sent + HELLO_SECONDS}
         if not self.waiting:
             return
         names = {node.node_id: node.name for node in self.grid.get_nodes()}
         for reply in self.grid.pull_messages(list(self.waiting)):
-            node, since, _ = self.waiting.pop(reply.metadata.reply_to_message_id, (0, "", 0.0))
-            if node and reply.metadata.src_node_id == node and not reply.has_error():
-                self._consider(node, since, names.get(node, ""), reply.content, now)
+            greeting = self.waiting.pop(reply.metadata.reply_to_message_id, None)
+            if greeting is None or reply.metadata.src_node_id != greeting.node or reply.has_error():
+                continue
+            self._consider(greeting.node, greeting.since, names.get(greeting.node, ""), reply.content, now)
 
     def _consider(self, node: int, since: str, registered: str, content: RecordDict, now: float) -> None:
         told: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 
 from fedmll.deploy.flower.records import from_records, to_records
-from fedmll.deploy.sentences import LONGEST_TEXT, Refused, plain, sentence
+from fedmll.deploy.sentences import LONGEST_TEXT, Refused, indented, plain, sentence
 from fedmll.deploy.site_worker import Setup, SiteWorker, forget, recall_site
 from fedmll.deploy.turned_away import advice
 from fedmll.errors import FedmllError
@@ -61,6 +61,10 @@ _workers: dict[tuple[str, str], SiteWorker] = {}  # the newest only; by the site
 
 def show(text: str) -> None:
     print(plain(text, LONGEST_TEXT), flush=True)
+
+
+def show_details(text: str) -> None:
+    print(indented(text), flush=True)
 
 
 @app.query("hello")
@@ -117,24 +121,24 @@ def _answer(
         sent, about = from_records(message.content)
         reply, told = work(file, about, sent)
     except FedmllError as error:
-        _complain(f"error: {error}")
+        complain(f"error: {error}")
         reply, told = Message(), {"error": sentence(error)}
         if isinstance(error, Refused) and error.code == "approval":
             standing.declined = str(error)
     except Exception as error:
-        _complain(traceback.format_exc())
+        complain(traceback.format_exc(), show_details)
         reply, told = Message(), {"error": sentence(error)}
     return FlowerMessage(to_records(reply, told | {"name": name}), reply_to=message)
 
 
-def _complain(text: str) -> None:
+def complain(text: str, say: Callable[[str], None] = show) -> None:
     if text != standing.complaint:
-        show(text)
+        say(text)
     standing.complaint = text
 
 
 def _ignored(message: FlowerMessage, what: str) -> FlowerMessage:
-    _complain(f"ignored: {plain(what, 200)}")
+    complain(f"ignored: {plain(what, 200)}")
     return FlowerMessage(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "ignored"), reply_to=message)
 
 

@@ -22,6 +22,7 @@ from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Like, Merger, Part, Records, Sum
 from fedmll.methods.parts.ridge import Ridge, Solving
 from fedmll.methods.parts.rows import HeadRows
+from fedmll.methods.parts.sums import refuse_losses
 
 ROUNDS = 10  # with the first at the start: nine Newton steps
 STEPS = torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64)  # shares of a Newton step that are tried
@@ -57,7 +58,16 @@ class Platt(Part):
         if round == 0:
             return {}
         shape = (len(sent["tried"]), 6, len(self.task.classes))
-        return {"sums": Like(shape, torch.float64, rule=_convex, broken="are no sums of a log-loss")}
+        tried = sent["tried"]
+        return {
+            "sums": Like(
+                shape,
+                torch.float64,
+                rule=_convex,
+                broken="are no sums of a log-loss",
+                together=lambda own, samples: refuse_losses(own["sums"], tried, samples),
+            )
+        }
 
     def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
         if round == 0:

@@ -28,6 +28,7 @@ from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option
 from fedmll.methods.parts.rows import HeadRows
+from fedmll.methods.parts.sums import refuse_moments
 from fedmll.threads import one_thread
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class FromSums(Part):
     """A head from the clients' sums: what they send in an exchange that has no training."""
 
     every_class = True
+    unit = False  # whether features have norm 1
 
     @property
     def balanced(self) -> bool:
@@ -62,14 +64,21 @@ class FromSums(Part):
             return {}
         width, classes = self.model.width, len(self.task.classes)
         double = torch.float64
-        positive = Like((classes, width + 1, width + 1), double, rule=_symmetric, broken="is not symmetric")
+        square = (classes, width + 1, width + 1)
+        positive = Like(square, double, rule=_symmetric, broken="is not symmetric", by_class=0)
         return ({"positive": positive} if self.balanced else {}) | {
-            "group": Like((classes,), torch.int64, low=-1, high=classes - 1),
+            "group": Like((classes,), torch.int64, low=-1, high=classes - 1, by_class=0, absent=-1),
             "gram": Like(
                 (None, width + 1, width + 1), double, most=classes, rule=_symmetric, broken="is not symmetric"
             ),
-            "cross": Like((classes, width + 1), double, -LARGEST_SUM, LARGEST_SUM),
-            "all": Like((3, width), double, rule=_moments, broken="holds no counts, sums and squares"),
+            "cross": Like((classes, width + 1), double, -LARGEST_SUM, LARGEST_SUM, by_class=0),
+            "all": Like(
+                (3, width),
+                double,
+                rule=_moments,
+                broken="holds no counts, sums and squares",
+                together=lambda sums, samples: refuse_moments(sums, samples, self.unit),
+            ),
         }
 
 

@@ -1,0 +1,154 @@
+"""Sums that no samples have are refused; those of any samples are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from builders import small
+
+from fedmll.message import Message, Tensors
+from fedmll.methods.expected import refuse_classes
+from fedmll.methods.parts import platt, ridge
+from fedmll.methods.parts.sums import refuse_losses, refuse_moments
+from fedmll.testing import client_of, experiment, learner_of, peer_of
+
+LABELS = np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]])
+
+
+def sums(seed: int = 0, count: int = 30, balanced: bool = True) -> Tensors:
+    """Of samples of which some entries, and all of one class, are unknown."""
+    rng = np.random.default_rng(seed)
+    features = torch.from_numpy(rng.normal(size=(count, 5)) * rng.uniform(1e-3, 1e3, 5) + rng.normal(size=5))
+    targets = torch.from_numpy(rng.integers(-1, 2, (count, 4)))
+    targets[:, 1] = -1
+    return ridge.sums_of(features, targets, balanced)
+
+
+@pytest.mark.parametrize("count", [1, 3, 30, 500])
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_of_samples_are_believed(seed: int, count: int) -> None:
+    for balanced in (False, True):
+        assert refuse_moments(sums(seed, count, balanced), count) is None
+
+
+def changed(key: str, change: Callable[[Tensors], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda found: found | {key: change({name: tensor.clone() for name, tensor in found.items()})}
+
+
+def put(key: str, *place: int, value: float) -> Callable[[Tensors], Tensors]:
+    def change(found: Tensors) -> torch.Tensor:
+        found[key][place] = value
+        return found[key]
+
+    return changed(key, change)
+
+
+def no_square(found: Tensors) -> torch.Tensor:
+    """An entry beside the diagonal that the diagonal does not allow; symmetric."""
+    gram = found["gram"]
+    gram[0, 0, 1] = gram[0, 1, 0] = 3 * (gram[0, 0, 0] * gram[0, 1, 1]).sqrt()
+    return gram
+
+
+LIES = {
+    "its sums are of 31 samples, and it has 30": changed("all", lambda f: f["all"] + torch.tensor([[1.0], [0], [0]])),
+    "its features are larger than 10000": changed("all", lambda f: f["all"] * torch.tensor([[1.0], [1], [1e9]])),
+    "of more samples than it has": put("gram", 0, -1, -1, value=31.0),
+    "or of none that it speaks of": put("group", 0, value=3),
+    "more than those of all": put("gram", 0, 0, 0, value=1e9),
+    "no sums of squares": changed("gram", no_square),
+    "more positives than samples": put("cross", 0, -1, value=29.5),
+    "larger than its features allow": put("cross", 2, 0, value=1e6),
+    "larger than its features allow ": put("cross", 1, 0, value=1.0),  # of a class that it knows nothing of
+    "other sums than its positives": put("positive", 0, -1, 0, value=1e5),
+    "no part of those of its samples": changed(
+        "positive", lambda f: f["positive"] + 1e7 * torch.eye(6).double()[0].diag()
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", LIES)
+def test_sums_that_no_samples_have(reason: str) -> None:
+    assert reason.strip() in str(refuse_moments(LIES[reason](sums()), 30))
+
+
+def test_unit_features_have_a_norm() -> None:
+    features = torch.nn.functional.normalize(torch.randn(20, 4, generator=torch.manual_seed(1)).double(), dim=1)
+    targets = torch.ones(20, 2, dtype=torch.int8)
+    assert refuse_moments(ridge.sums_of(features, targets), 20, unit=True) is None
+    assert "larger than 1" in str(refuse_moments(ridge.sums_of(1.01 * features, targets), 20, unit=True))
+    assert refuse_moments(ridge.sums_of(1.01 * features, targets), 20) is None
+
+
+# ---- Platt's
+
+
+def losses(tried: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    z, targets = torch.from_numpy(rng.normal(size=(25, 3)) * 20), torch.from_numpy(rng.integers(-1, 2, (25, 3)))
+    return platt.sums_of(z, targets, torch.tensor([[0.05], [0.9]]).double().expand(2, 3), tried)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_of_losses_are_believed(seed: int) -> None:
+    tried = torch.from_numpy(np.random.default_rng(seed + 9).normal(size=(4, 2, 3)) * 3)
+    assert refuse_losses(losses(tried, seed), tried, 25) is None
+    assert refuse_losses(losses(tried[:1], seed), tried[:1], 25) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        (0, 1e9, "scores are larger"), (1, -1e6, "scores are larger"), (2, 26.0, "more than its 25 samples"),
+        (3, 1e10, "scores are larger"), (5, 6.5, "more than its 25 samples"), (0, 0.0, "not those of one convex"),
+        (1, 1e4, "not those of one convex"),
+    ],
+)  # fmt: skip
+def test_losses_that_no_scores_have(place: int, value: float, reason: str) -> None:
+    tried = torch.from_numpy(np.random.default_rng(9).normal(size=(4, 2, 3)))
+    found = losses(tried)
+    found[1, place, 2] = value
+    assert reason in str(refuse_losses(found, tried, 25))
+
+
+# ---- as the server hears them
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"method__name": "fed-ridge", "model__freeze": "backbone", "model__channels": (6, 10)}, "ridge"),
+        ({"method__name": "spherefed", "model__channels": (6, 10)}, "calibration"),
+    ],
+    ids=["fed-ridge", "spherefed"],
+)
+def test_a_made_up_reply_is_refused(settings: dict[str, object], part: str) -> None:
+    learner = learner_of((experiment if part == "ridge" else small)(**settings))
+    method, number = learner.method, 0 if part == "ridge" else learner.task.rounds + 1
+    sent = method.send(method.start(), peer_of(0, 3), number)
+    good = learner.train(client_of(learner, LABELS, round=number), sent, {})
+    assert method.refuse(sent, good, number) is None
+    for times in (0.5, 1000.0):  # as if it had fewer, or many more samples
+        lie = Message({k: t if t.dtype == torch.int64 else times * t for k, t in good.tensors.items()}, good.numbers)
+        assert f"{part}: its sums are of" in str(method.refuse(sent, lie, number))
+    head = good[f"{part}/cross"].clone()
+    head[0, :-1] = 50 * head[0, :-1].abs() + 50
+    lie = Message(good.tensors | {f"{part}/cross": head}, good.numbers)
+    assert f"{part}: the sum over a class's positives" in str(method.refuse(sent, lie, number))
+    expected, owned = method.expects(sent, number), torch.tensor([True, True, True])
+    assert refuse_classes(expected, good, owned) is None
+    assert f"{part}/group speaks of classes" in str(refuse_classes(expected, good, torch.tensor([False, True, True])))
+
+
+def test_votes_are_of_annotated_classes() -> None:
+    learner = learner_of(small(method__name="fedirm", method__first_stage=1))
+    expected = learner.method.expects(learner.method.send(learner.method.start(), peer_of(0, 3), 1), 1)
+    owned = torch.tensor([True, False, True])
+    reply = {name: torch.zeros(like.shape, dtype=like.dtype) for name, like in expected.items()}  # type: ignore[arg-type]
+    assert refuse_classes(expected, Message(reply), owned) is None
+    reply["relation-matching/votes"] = torch.tensor([False, True, False])
+    reason = refuse_classes(expected, Message(reply), owned)
+    assert reason == "relation-matching/votes speaks of classes that it does not annotate"
