@@ -246,6 +246,13 @@ def test_what_was_run_in_words(tmp_path: Path) -> None:
         "test samples. Two clients share it, divided by chance. Training: three rounds. The highest mAP on the test "
         "data has fedprox: 20.00 %. One run failed (below)."
     )
+    site = made_run(tmp_path / "server" / "run", metrics={"sites_map": 27.0})
+    (site / "experiment.toml").write_text((site / "experiment.toml").read_text().replace('"pets"', '"none"'))
+    assert paragraph(gather([site])).replace("\N{NO-BREAK SPACE}", " ") == (
+        "The method fedavg was run on the sites' own data with the seed 0. It has two classes; 80 training, 10 "
+        "validation and 10 test samples. Two sites hold it. Training: three rounds. Its mean of the sites' mAP is "
+        "27.00 %."
+    )
     shared, differ = common(study.rows)
     assert ("training.rounds", "3") in shared
     assert dict(differ)["training.lr"] == ["0.1", "0.5", "0.1"]

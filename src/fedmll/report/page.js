@@ -251,7 +251,7 @@
       picture.append(svg("text", { x: left - 7, y: top + tall * (line + 0.5) + 4, "text-anchor": "end" }, cut(name, 16)));
       sheet.values[line].forEach((value, place) => {
         const part = there(value) ? Math.log(1 + value) / Math.log(1 + most) : 0;
-        const style = there(value) ? `fill:var(--map);fill-opacity:${value ? (0.1 + 0.9 * part).toFixed(3) : 0.025}` : "fill:url(#hatch)";
+        const style = there(value) ? `fill:var(--map);fill-opacity:${value ? (0.1 + 0.9 * part).toFixed(3) : 0.06}` : "fill:url(#hatch)";
         const x = left + cell * place, y = top + tall * line;
         picture.append(svg("rect", { x: x + 0.5, y: y + 0.5, width: cell - 1, height: tall - 1, style, "data-cell": `${line},${place}` }));
         const text = there(value) && value ? String(value) : "";

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedmll.evaluation.pooled import POOLED, SITES
 from fedmll.report.metric_names import called
 from fedmll.report.results import UPPER_BOUND, contenders
 from fedmll.report.runs import FINISHED, Run
@@ -21,6 +22,8 @@ KINDS = {
     "labels-per-client": "{labels_per_client} classes each",
     "iid": "chance",
 }
+NO_DATA = "none"  # data.name at the server of a federation between machines
+SITES_OWN = "the sites' own data"
 GLUE = "\N{NO-BREAK SPACE}"
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 NO_SETTING = ("seed", "engine", "plugins")
@@ -51,6 +54,7 @@ def _what(study: Study) -> str:
 
 def _source(study: Study) -> str:
     found = {_name(run.experiment.get("data", {}).get("name", "?")) for run in study.runs if run.experiment}
+    found = {SITES_OWN if name == NO_DATA else name for name in found}
     return _listed(sorted(found)) or "unknown data"
 
 
@@ -79,6 +83,8 @@ _PARTS = (("train", "training"), ("validation", "validation"), ("test", "test"))
 
 
 def _division(run: Run) -> str:
+    if run.experiment.get("data", {}).get("name") == NO_DATA:
+        return f"{counted(int(run.summary['clients']), 'site').capitalize()} hold it."
     setting = run.experiment.get("partition", {})
     kind = str(setting.get("kind", ""))
     by = KINDS.get(kind, f"the rule “{kind}”").format(**{"beta": 0, "labels_per_client": 0} | setting)
@@ -124,9 +130,10 @@ def _winner(study: Study) -> str:
         ranked = [pair for pair in found if pair[0] in contenders(study)] or found
         best, values = max(ranked, key=lambda pair: float(pair[1].mean()))
         figure = f"{mean_and_spread(np.asarray(values))} %"
+        where = "" if metric.startswith((SITES, POOLED)) else " on the test data"
         if len(found) == 1:
-            return f"Its {called(metric)} on the test data is {figure}."
-        text = f"The highest {called(metric)} on the test data has {best.label}: {figure}"
+            return f"Its {called(metric)}{where} is {figure}."
+        text = f"The highest {called(metric)}{where} has {best.label}: {figure}"
         above = [(row, v) for row, v in found if row.first.method == UPPER_BOUND]
         bound = f"; all data in one place would give {mean_and_spread(np.asarray(above[0][1]))} %" if above else ""
         return f"{text}{bound}."
