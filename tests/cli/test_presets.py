@@ -12,7 +12,7 @@ from fedmll.cli.options import Asked
 from fedmll.cli.presets import names, preset, rows_of
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
-from fedmll.running.grid import parse_variant
+from fedmll.running.variants import parse_variant
 
 TABLES = {  # of the papers; what is published of them is in their own tables
     "fedharmony": "1 2 3 4 5",
