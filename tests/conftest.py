@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from fedmll.cli import main
 from fedmll.data import federation
 from fedmll.testing import experiment as small
 
@@ -27,3 +30,27 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def small_federation() -> federation.Federation:
     return federation.build(small())
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    error: str
+
+
+@pytest.fixture
+def fedmll(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Said]:
+    """The command, as a user types it in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str | Path) -> Said:
+        monkeypatch.setattr(sys, "argv", ["fedmll", *map(str, words)])
+        code = 0
+        try:
+            main.main()
+        except SystemExit as leave:
+            code = int(leave.code or 0)
+        captured = capsys.readouterr()
+        return Said(code, captured.out, captured.err)
+
+    return call

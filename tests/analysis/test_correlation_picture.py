@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fedmll import run
-from fedmll.analysis.correlation_picture import FILE, distance, draw, likeness, of_run
+from fedmll.analysis.correlation_picture import FILE, compared, distance, draw, likeness, of_run
 from fedmll.client import task_of
 from fedmll.data.federation import Federation
 from fedmll.errors import ConfigError
@@ -70,6 +70,8 @@ def test_distance_and_likeness() -> None:
     assert likeness(c, d) == pytest.approx(np.corrcoef(c[upper], d[upper])[0, 1])
     assert likeness(c, 3 * c) == pytest.approx(1)
     assert np.isnan(likeness(c, np.zeros((5, 5))))
+    assert compared(c, 3 * c).endswith(", r 1.00")
+    assert "r" not in compared(c, np.zeros((5, 5)))
 
 
 def test_the_picture_shows_the_blocks_in_order(tmp_path: Path) -> None:

@@ -5,40 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SHARED_DATA
+from conftest import SHARED_DATA, Said
 from PIL import Image
 
-from fedmll.cli import main
-
 QUICK = ["--rounds", "1", "--workers", "0", "--set", "data.limit=120", "--set", "model.channels=[4,8]"]
-
-
-class Said:
-    def __init__(self, code: int, out: str, error: str) -> None:
-        self.code, self.out, self.error = code, out, error
-
-
-@pytest.fixture
-def fedmll(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str | Path) -> Said:
-        monkeypatch.setattr(sys, "argv", ["fedmll", *map(str, words)])
-        code = 0
-        try:
-            main.main()
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        captured = capsys.readouterr()
-        return Said(code, captured.out, captured.err)
-
-    return call
 
 
 def refused(said: Said, *words: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from conftest import small
 from PIL import Image
 
 from fedmll import load_run, run
-from fedmll.cli import main
 from fedmll.data import federation
 from fedmll.running.written import table_file
 
@@ -37,23 +35,6 @@ def images(tmp_path: Path) -> Path:
     (folder / "broken.jpg").write_text("this is text")
     (folder / "notes.txt").write_text("not asked for")
     return folder
-
-
-@pytest.fixture
-def fedmll(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedmll", *map(str, words)])
-        code = 0
-        try:
-            main.main()
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def refused(said: tuple[int, str, str], *words: str) -> None:

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +19,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fedmll.analysis.picture import Picture
-from fedmll.cli import main
 from fedmll.data import federation
 from fedmll.evaluation.intervals import bootstrap
 from fedmll.report import drawn, inside, results
@@ -67,23 +65,6 @@ class Page(HTMLParser):
     def data(self) -> dict[str, Any]:
         (found,) = (text for text in self.texts if text.startswith('{"charts"'))
         return {chart["name"]: chart for chart in json.loads(found)["charts"]}
-
-
-@pytest.fixture
-def fedmll(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedmll", *map(str, words)])
-        code = 0
-        try:
-            main.main()
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 WITH_IMAGES = ("The most confident mistakes", "Predicted and true labels")

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 from conftest import small
 
 from fedmll import compare
-from fedmll.cli import main
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.files import checksum
@@ -273,40 +271,25 @@ def test_stopped_side_by_side_it_goes_on_to_the_same(tmp_path: Path, how: signal
 # ---- show and runs --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedmll", *words])
-        code = 0
-        try:
-            main.main()
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
-
-
 def contents(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): checksum(path) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_is_shown_finished_failed_and_stopped(done: Path, tmp_path: Path, typed: Callable[..., Any]) -> None:
+def test_a_run_is_shown_finished_failed_and_stopped(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
     out = tmp_path / "run"
     shutil.copytree(done / "fedavg" / "seed-0", out)
-    code, said, _ = typed("show", str(out))
+    code, said, _ = fedmll("show", str(out))
     assert code == 0 and "fedavg on ml-digits, seed 0: finished, round 1 of 1" in said and "macro_auc" in said
     summary = json.loads((out / "summary.json").read_text())
     assert f"{summary['metrics']['macro_auc']:.2f}" in said
     (out / "summary.json").unlink()
     before = contents(out)
-    code, said, _ = typed("show", str(out))
+    code, said, _ = fedmll("show", str(out))
     assert "stopped, round 1 of 1" in said and "after round 1" in said
     assert f"fedmll resume {out}" in " ".join(said.split())
     assert contents(out) == before
     (out / "failed.json").write_text(json.dumps({"error": "ClientError", "reason": "the loss became nan"}))
-    assert "failed: " in typed("show", str(out))[1] and overview.read(out).state == "failed"
+    assert "failed: " in fedmll("show", str(out))[1] and overview.read(out).state == "failed"
 
 
 def test_who_runs_is_known_without_taking_the_lock(tmp_path: Path) -> None:
@@ -330,24 +313,24 @@ def test_who_runs_is_known_without_taking_the_lock(tmp_path: Path) -> None:
 
 
 def test_a_comparison_is_shown_with_and_without_its_record(
-    done: Path, tmp_path: Path, typed: Callable[..., Any]
+    done: Path, tmp_path: Path, fedmll: Callable[..., Any]
 ) -> None:
     out = tmp_path / "grid"
     shutil.copytree(done, out)
-    code, said, _ = typed("show", str(out))
+    code, said, _ = fedmll("show", str(out))
     assert code == 0 and "margin over fedavg" in said and "p (Holm)" in said and "5 of 5 runs" in said
     (out / "fedprox" / "method.mu=0.1" / "seed-0" / "summary.json").unlink()
-    said = typed("show", str(out))[1]
+    said = fedmll("show", str(out))[1]
     assert "not finished" in said and "stopped" in said and "4 of 5 runs" in said
     (out / "comparison.json").write_text("{ not JSON")
-    said = typed("show", str(out))[1]
+    said = fedmll("show", str(out))[1]
     assert "comparison.json cannot be read" in said and "fedprox/method.mu=1.0" in said
     (out / "comparison.json").unlink()  # as older versions left it
-    said = typed("show", str(out))[1]
+    said = fedmll("show", str(out))[1]
     assert "cannot be read" not in said and "2 of 2" in said and "±" in said
 
 
-def test_runs_lists_all_and_names_what_cannot_be_read(done: Path, tmp_path: Path, typed: Callable[..., Any]) -> None:
+def test_runs_lists_all_and_names_what_cannot_be_read(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
     shutil.copytree(done / "fedavg", tmp_path / "runs" / "good")
     broken = {"toml": "seed = [", "values": 'seed = 0\n[data]\nname = "x"\n', "folder": "\x00"}
     for name, text in broken.items():
@@ -360,18 +343,18 @@ def test_runs_lists_all_and_names_what_cannot_be_read(done: Path, tmp_path: Path
     shutil.copytree(done / "fedavg" / "seed-0", cut)
     (cut / "summary.json").write_text('{"metrics": {')
     before = contents(tmp_path)
-    code, said, _ = typed("runs", str(tmp_path / "runs"))
+    code, said, _ = fedmll("runs", str(tmp_path / "runs"))
     assert code == 0 and said.count("finished") == 2 and "good/seed-1" in said and "1 of 1" in said
     states = {run.folder.name: run.state for run in overview.runs_below(tmp_path / "runs")}
     assert states == {"seed-0": "finished", "seed-1": "finished", **dict.fromkeys([*broken, "cut"], "unreadable")}
     for name in ("toml", "values", "cut"):
         assert f"unreadable: {tmp_path / 'runs' / name}: " in said
     assert contents(tmp_path) == before
-    assert typed("show", str(cut))[0] == 0
-    code, _, error = typed("show", str(foreign))
+    assert fedmll("show", str(cut))[0] == 0
+    code, _, error = fedmll("show", str(foreign))
     assert code == 2 and "holds no run and no comparison" in error
-    assert typed("show", str(tmp_path / "none"))[0] == typed("runs", str(tmp_path / "none"))[0] == 2
-    assert "no runs below" in typed("runs", str(foreign))[1]
+    assert fedmll("show", str(tmp_path / "none"))[0] == fedmll("runs", str(tmp_path / "none"))[0] == 2
+    assert "no runs below" in fedmll("runs", str(foreign))[1]
 
 
 def test_a_run_of_a_plug_in_that_is_not_here_is_listed(done: Path, tmp_path: Path) -> None:

@@ -111,6 +111,12 @@ def likeness(first: Matrix, second: Matrix) -> float:
     return float(np.corrcoef(a[both], b[both])[0, 1])
 
 
+def compared(matrix: Matrix, reference: Matrix) -> str:
+    """In words; where one of them has the same value everywhere there is no structure to be like."""
+    r = likeness(matrix, reference)
+    return f"distance {distance(matrix, reference):.2f}" + ("" if np.isnan(r) else f", r {r:.2f}")
+
+
 def draw(
     path: Path,
     matrices: Mapping[str, Matrix],
@@ -137,10 +143,7 @@ def panels(
     line: Any = figure.subplots(1, len(matrices), sharey=True, squeeze=False)
     for axes, (name, matrix) in zip(line[0], matrices.items(), strict=True):
         mesh = square(axes, matrix[np.ix_(order, order)], [classes[c] for c in order], limit)
-        gap = (
-            "" if name == true else f"\ndistance {distance(matrix, reference):.2f}, r {likeness(matrix, reference):.2f}"
-        )
-        axes.set_title(name + gap, fontsize=10)
+        axes.set_title(name if name == true else f"{name}\n{compared(matrix, reference)}", fontsize=10)
         _outline(axes, blocks[order])
         axes.tick_params(labelleft=axes is line[0][0])
     colour_bar(figure, mesh, line[0], "label correlation (Eq. 2)")

@@ -83,7 +83,6 @@ def join(
     from fedmll.cli import display
     from fedmll.deploy import joining, keys
     from fedmll.deploy.approval import Limits
-    from fedmll.deploy.private import passphrase_of
     from fedmll.deploy.site import Site, check
     from fedmll.methods import find
 
@@ -93,8 +92,7 @@ def join(
     folder = memory or Path(f"fedmll-{keys.check_name(name)}")
     for method in names_in(methods):
         find(method)  # a slip of the pen is an error here, not a refusal later
-    private = None if insecure else key or Path(f"keys/{name}.key")
-    passphrase = passphrase_of(private, passphrase_file) if private is not None and private.is_file() else None
+    private, passphrase = (None, None) if insecure else key_of(name, key, passphrase_file)
     site = Site(
         name,
         csv.resolve(),
@@ -153,14 +151,13 @@ def check(
     """
     from fedmll.cli import display
     from fedmll.deploy import checking, joining, keys
-    from fedmll.deploy.private import passphrase_of
     from fedmll.deploy.site import Site
     from fedmll.experiment import Experiment
 
-    private = None if insecure else key or Path(f"keys/{name}.key")
-    passphrase = passphrase_of(private, passphrase_file) if private is not None and private.is_file() else None
+    folder = memory or Path(f"fedmll-{keys.check_name(name)}")
+    private, passphrase = (None, None) if insecure else key_of(name, key, passphrase_file)
     site = Site(
-        keys.check_name(name), csv.resolve(), images.resolve(), (memory or Path(f"fedmll-{name}")).resolve(),
+        name, csv.resolve(), images.resolve(), folder.resolve(),
         names_in(classes), ignore=names_in(ignore), group=group, window=window_in(window),
         skip_unreadable=skip_unreadable, rename=renamed_in(rename),
     )  # fmt: skip
@@ -176,6 +173,14 @@ def check(
         display.say(f"written: {out}")
     if found.errors:
         raise typer.Exit(1)
+
+
+def key_of(name: str, key: Path | None, passphrase_file: Path | None) -> tuple[Path, str | None]:
+    """A client's private key and, if it has one, its passphrase."""
+    from fedmll.deploy.private import passphrase_of
+
+    private = key or Path(f"keys/{name}.key")
+    return private, passphrase_of(private, passphrase_file) if private.is_file() else None
 
 
 def renamed_in(file: Path | None) -> tuple[tuple[str, str], ...]:
