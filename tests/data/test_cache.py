@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from encoded import encode, images_of, random_pixels
 
 from fedmll.data.images import cache
 from fedmll.data.images.decode import EncodedImages, decoded_images
@@ -26,20 +25,6 @@ from fedmll.errors import DataError
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDMLL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def encode(pixels: np.ndarray, kind: str = "PNG") -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, kind)
-    return stream.getvalue()
-
-
-def images_of(files: list[bytes]) -> EncodedImages:
-    return EncodedImages(len(files), files.__getitem__, lambda position: f"image {position}")
-
-
-def random_pixels(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8)
 
 
 def test_what_is_there_is_not_made_again(cache_folder: Path) -> None:

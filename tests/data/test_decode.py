@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from encoded import encode, images_of, random_pixels
 from PIL import Image
 
 from fedmll.data.images.decode import EncodedImages, decode_image, decoded_images, resized, scaled
@@ -18,20 +18,6 @@ from fedmll.settings import Reading
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDMLL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def encode(pixels: np.ndarray, kind: str = "PNG") -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, kind)
-    return stream.getvalue()
-
-
-def images_of(files: list[bytes]) -> EncodedImages:
-    return EncodedImages(len(files), files.__getitem__, lambda position: f"image {position}")
-
-
-def random_pixels(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8)
 
 
 # --- what is decoded

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from seasoned import with_statistics
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -106,21 +107,10 @@ def resnet18(x: Tensor, weights: dict[str, Tensor], imagenet: bool) -> Tensor:
     return x
 
 
-def with_statistics(net: nn.Module) -> nn.Module:
-    """BatchNorm that has seen something: at its start it is the identity in eval mode, and hides a mistake."""
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.3)
-            module.running_var.uniform_(0.5, 2)
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, 0, 0.2)
-    return net
-
-
 @pytest.mark.parametrize(("stem", "size"), [("cifar", 16), ("imagenet", 64)])
 def test_resnet18_is_its_definition(stem: str, size: int) -> None:
     torch.manual_seed(0)
-    net = with_statistics(ResNet18(3, size, stem, "batch")).eval()
+    net = with_statistics(ResNet18(3, size, stem, "batch"))
     images = torch.randn(2, 3, size, size)
     with torch.no_grad():
         expected = resnet18(images, net.state_dict(), stem == "imagenet")
@@ -154,7 +144,7 @@ def test_a_block_has_a_projection_where_the_shape_changes(stride: int) -> None:
 def test_convnet_is_its_definition(size: int) -> None:
     """Blocks of a 3×3 convolution without bias, norm, ReLU; stride 2 while the map is larger than 6."""
     torch.manual_seed(0)
-    net = with_statistics(ConvNet(2, size, (4, 8, 12), "batch")).eval()
+    net = with_statistics(ConvNet(2, size, (4, 8, 12), "batch"))
     x = images = torch.randn(3, 2, size, size)
     weights, width = net.state_dict(), size
     for block in range(3):

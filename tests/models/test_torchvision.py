@@ -11,8 +11,9 @@ import torch
 from conftest import SHARED_DATA
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from seasoned import with_statistics
 from sklearn.datasets import load_sample_image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fedmll.errors import ConfigError
@@ -65,17 +66,6 @@ def tiny(kind: str, channels: int = 3) -> Backbone:
         "densenet121": DenseNet(channels, "batch", (2, 1, 2), growth=4, first=8),
     }
     return made[kind]
-
-
-def with_statistics(net: nn.Module) -> nn.Module:
-    """BatchNorm that has seen something: at its start it is the identity in eval mode, and hides a mistake."""
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.3)
-            module.running_var.uniform_(0.5, 2)
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, 0, 0.2)
-    return net.eval()
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)

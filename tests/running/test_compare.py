@@ -9,17 +9,16 @@ from __future__ import annotations
 import csv
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import small
+from conftest import Said, small
 
-from fedmll.cli import main
 from fedmll.errors import CheckpointError, ClientError, ConfigError, DataError
 from fedmll.experiment import Experiment
 from fedmll.running import compare as running_compare
@@ -523,29 +522,10 @@ QUICK = [
 ]  # fmt: skip
 
 
-class Said:
-    def __init__(self, code: int, out: str, error: str) -> None:
-        self.code, self.out, self.error = code, out, error
-
-
 @pytest.fixture
-def compare(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[..., Said]]:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> Said:
-        monkeypatch.setattr(sys, "argv", ["fedmll", "compare", *words])
-        code = 0
-        try:
-            main.main()
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        captured = capsys.readouterr()
-        return Said(code, captured.out, captured.err)
-
+def compare(fedmll: Callable[..., Said]) -> Iterator[Callable[..., Said]]:
     before = signal.getsignal(signal.SIGTERM)
-    yield call
+    yield partial(fedmll, "compare")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
