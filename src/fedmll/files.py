@@ -47,12 +47,12 @@ def room_for(folder: Path, advice: str) -> Iterator[None]:
     except FedmllError:
         raise
     except Exception as error:
-        if not _is_full(error):
+        if not is_full(error):
             raise
         raise FedmllError(f"The disk of {folder} is full. {advice}") from None
 
 
-def _is_full(error: BaseException) -> bool:
+def is_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in FULL
     return any(f"os error {number}" in str(error) for number in FULL)  # safetensors has errors of its own

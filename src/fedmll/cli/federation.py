@@ -25,8 +25,13 @@ StartWith = Annotated[
 ]
 RoundTimeout = Annotated[float | None, typer.Option("--round-timeout", help="Of a server: seconds a round may take.")]
 Listen = Annotated[str | None, typer.Option("--listen", help="Of a server: another HOST:PORT.")]
+Status = Annotated[
+    str | None, typer.Option("--status", metavar="HOST:PORT", help="Of a server: a page that says how the run stands.")
+]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: for a rehearsal only.")]
-CHANGEABLE = "--drop, --min-clients, --start-with, --round-timeout and --listen change a server, and nothing else does."
+CHANGEABLE = (
+    "--drop, --min-clients, --start-with, --round-timeout, --listen and --status change a server; nothing else does."
+)
 INSECURE = (
     "[bold red]--insecure: nothing is encrypted and nobody is checked.[/] Everybody on the network can read the "
     "models, pretend to be the server or a client, and poison the result. For a rehearsal on one machine only."
@@ -35,6 +40,7 @@ INSECURE = (
 
 def register(app: typer.Typer) -> None:
     app.command()(server)
+    app.command()(exclude)
 
 
 @asks("method", "rounds", "seed", "skip_unreadable")
@@ -65,6 +71,7 @@ def server(
         int | None, typer.Option("--simulate", metavar="K", help="Rehearse with K clients on this machine.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
+    status: Status = None,
     track: Track = None,
 ) -> None:
     """Run a federation between machines: wait for the clients, train, evaluate. The folder can be resumed.
@@ -79,6 +86,7 @@ def server(
     experiment = asked.experiment()
     out = out or fresh_folder(f"server-{experiment.method.name}-s{experiment.seed}")
     host, port = address_in(listen or ("127.0.0.1:8000" if insecure or simulate else "0.0.0.0:8000"))
+    warn_of_status(status)
     if insecure:
         display.errors.print(INSECURE)
     names = names_in(clients)
@@ -102,6 +110,7 @@ def server(
         join_timeout,
         max_share=max_share,
         start_with=start_with,
+        status=status,
     )
     with display.FederationProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
         watch = tracked(names_in(track), out, progress)
@@ -111,6 +120,22 @@ def server(
             with rehearsal.joined(played, f"127.0.0.1:{port}", insecure):
                 result = serving.serve(experiment, setting, out, watch)
     display.show_result(result)
+
+
+def exclude(
+    folder: Annotated[Path, typer.Argument(help="The run's folder, of a server that is running.")],
+    name: Annotated[str, typer.Argument(help="A client of it.")],
+    readmit: Annotated[bool, typer.Option("--readmit", help="Take it back.")] = False,
+) -> None:
+    """Take a client out of a run that goes on, from the next round on, and perhaps back. It is told that it is out.
+
+    Example:  [bold]fedmll exclude study hospital-c[/]  ·  a key that was copied: [bold]fedmll keys revoke hospital-c[/]
+    """
+    from fedmll.cli import display
+    from fedmll.deploy import barring
+
+    (barring.readmit if readmit else barring.exclude)(folder, name)
+    display.say(f"{name} is {'readmitted to' if readmit else 'excluded from'} {folder}, from the next round on")
 
 
 def go_on(
@@ -123,9 +148,22 @@ def go_on(
 
     check(track)
 
+    warn_of_status(changes.get("status"))
     setting.change(folder, **changes)
     with display.FederationProgress(rounds) as watch, stoppable(f"fedmll resume {folder}"):
         display.show_result(serving.go_on(folder, tracked(track, folder, watch), passphrase_file))
+
+
+def warn_of_status(address: str | None) -> None:
+    """It has no password."""
+    from fedmll.cli import display
+    from fedmll.deploy.status import address_in, is_loopback
+
+    if address is not None and not is_loopback(address_in(address)[0]):
+        display.errors.print(
+            f"[bold yellow]--status {address}: who reaches this address sees the clients' names and errors.[/] "
+            "There is no password and no encryption; 127.0.0.1 is for this machine alone."
+        )
 
 
 def address_in(text: str) -> tuple[str, int]:

@@ -9,7 +9,21 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fedmll.cli import compare, data, datasets, federation, keys, methods, predict, presets, report, show, site, weights
+from fedmll.cli import (
+    audit,
+    compare,
+    data,
+    datasets,
+    federation,
+    keys,
+    methods,
+    predict,
+    presets,
+    report,
+    show,
+    site,
+    weights,
+)
 from fedmll.cli.options import (
     Asked,
     Device,
@@ -93,6 +107,7 @@ def resume(
     start_with: federation.StartWith = None,
     round_timeout: federation.RoundTimeout = None,
     listen: federation.Listen = None,
+    status: federation.Status = None,
     passphrase_file: federation.PassphraseFile = None,
 ) -> None:
     """Go on with a run that was stopped or killed, from its last checkpoint, to the very same result.
@@ -107,8 +122,9 @@ def resume(
     total = rounds or loop.experiment_in(folder, code).training.rounds
     address = None if listen is None else federation.address_in(listen)
     changes = given(
-        drop=drop, min_clients=min_clients, start_with=start_with, round_timeout=round_timeout, address=address
-    )
+        drop=drop, min_clients=min_clients, start_with=start_with, round_timeout=round_timeout, address=address,
+        status=status,
+    )  # fmt: skip
     if (folder / "server.json").is_file():  # a real federation's server
         if rounds or data or root or workers is not None or device or plugins:
             raise ConfigError(f"A federation between machines goes on as it began. {federation.CHANGEABLE}")
@@ -142,6 +158,7 @@ app.add_typer(weights.weights_app, name="weights")
 federation.register(app)
 site.register(app)
 app.add_typer(keys.keys_app, name="keys")
+app.add_typer(audit.audit_app, name="audit")
 
 
 def main() -> None:

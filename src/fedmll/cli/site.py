@@ -59,7 +59,7 @@ def join(
     insecure: Insecure = False,
     memory: Memory = None,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "auto",
-    patience: Annotated[float, typer.Option("--patience", help="Seconds to wait for a server that is away.")] = 3600,
+    patience: Annotated[float, typer.Option("--patience", help="Seconds to wait for a server that is away.")] = 43_200,
     yes: Annotated[bool, typer.Option("--yes", help="Approve the experiment without being asked.")] = False,
     weights: Annotated[
         list[Path] | None,

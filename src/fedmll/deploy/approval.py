@@ -14,6 +14,7 @@ from typing import Any
 
 from fedmll import files
 from fedmll.client import Task
+from fedmll.deploy.audit import Audit
 from fedmll.deploy.estimate import GIGABYTE
 from fedmll.deploy.own_folder import set_aside
 from fedmll.deploy.sentences import Refused, plain
@@ -109,6 +110,7 @@ def approve(
     approved[digest] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     approved = dict(list(approved.items())[-MOST_APPROVED:])
     files.write(memory / FILE, json.dumps(approved, indent=2) + "\n")
+    Audit(memory).write("approved", digest=digest, asked=confirm is at_terminal)
 
 
 def at_terminal() -> bool:

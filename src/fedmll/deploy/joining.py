@@ -8,16 +8,20 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedmll.deploy import turned_away
+from fedmll.deploy import keys, turned_away
+from fedmll.deploy.audit import Audit
 from fedmll.deploy.estimate import GIGABYTE
 from fedmll.deploy.own_folder import FLOWER, clear_cache, occupied, private
+from fedmll.deploy.sentences import plain
 from fedmll.deploy.site import Site
 from fedmll.deploy.site_worker import remember_site
 from fedmll.errors import ConfigError, FederationError
+from fedmll.running.observers import INTERRUPTED
 
 LOOK_SECONDS = 5
 RESTART_SECONDS = 1
@@ -31,7 +35,7 @@ class Access:
     server: str  # host:port
     ca: Path | None  # None: insecure
     key: Path | None
-    patience: float = 3600  # seconds without the server until giving up
+    patience: float = 43_200  # seconds without the server until giving up: a night
     passphrase: str | None = None  # of the key
 
     @property
@@ -42,6 +46,13 @@ class Access:
                 f"The server is HOST:PORT, for example federation.example.org:8000; it got '{self.server}'."
             )
         return host.strip("[]"), int(port)
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """The fingerprints of the key and of the CA, as `fedmll keys list` shows them."""
+        if self.ca is None or self.key is None:
+            return {"key": "none (--insecure)"}
+        return {"key": keys.mark_of(self.key, self.passphrase), "ca": keys.fingerprint(self.ca.read_bytes())}
 
 
 def join(site: Site, access: Access, show: Callable[[str], None]) -> None:
@@ -54,10 +65,26 @@ def join(site: Site, access: Access, show: Callable[[str], None]) -> None:
             raise ConfigError(f"{path} does not exist (--weights).")
     with private(), occupied(site.memory, site.name):
         try:
-            _serve(site, access, show)
+            with audited(site, access, show):
+                _serve(site, access, show)
         finally:
             if not site.keep_cache:
                 clear_cache(site.memory)
+
+
+@contextmanager
+def audited(site: Site, access: Access, show: Callable[[str], None]) -> Iterator[None]:
+    """The audit's first and last line of a join."""
+    audit = Audit(site.memory)
+    audit.write("join", name=site.name, server=access.server, **access.marks)
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):
+            audit.write("end", why=plain(str(error) or INTERRUPTED))
+        raise
+    audit.write("end", why="the run is over")
+    show(f"{audit.path}: the last hash is {audit.last}")
 
 
 def _serve(site: Site, access: Access, show: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ from fedmll import files
 from fedmll.deploy.certificates import dates
 from fedmll.deploy.certificates import init as init
 from fedmll.deploy.certificates import server_files as server_files
-from fedmll.deploy.private import UnsupportedAlgorithm, ec, pem, serialization, write_private
+from fedmll.deploy.private import UnsupportedAlgorithm, ec, pem, private_key, serialization, write_private
 from fedmll.errors import ConfigError
 
 REVOKED = "revoked.txt"
@@ -80,6 +80,14 @@ def revoked_in(path: Path) -> dict[str, str]:
 def fingerprint(public_key: bytes) -> str:
     """Of a public key as PEM."""
     return hashlib.sha256(public_key).hexdigest()[:32]
+
+
+def mark_of(file: Path, passphrase: str | None = None) -> str:
+    """The fingerprint of the public half of a private key."""
+    try:
+        return fingerprint(_public_pem(private_key(file.read_bytes(), passphrase).public_key()))
+    except (ValueError, UnsupportedAlgorithm):
+        raise ConfigError(f"{file} is not a key made by `fedmll keys new`.") from None
 
 
 def made_on(file: Path) -> str:

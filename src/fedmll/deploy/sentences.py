@@ -7,6 +7,7 @@ import re
 import unicodedata
 
 from fedmll.errors import ClientError, ConfigError, DataError, FedmllError, ReplyRefused
+from fedmll.files import is_full
 
 SENTENCES = {
     "data": "its data cannot be used; it sees why",
@@ -16,6 +17,7 @@ SENTENCES = {
     "path": "the experiment names a path or a file; a site takes files by their digest only",
     "file": "it lacks a file that the experiment starts from (join --weights); it sees which",
     "memory": "it has lost its memory of the round that the run goes on from; it sees what to do",
+    "disk": "its disk is full; it sees which",
     "training": "it could not do its round; it sees why",
     "message": "it was sent something that it cannot read",
     "internal": "an internal error; it sees the details",
@@ -39,6 +41,8 @@ def sentence(error: Exception) -> str:
     """What leaves the site."""
     if isinstance(error, Refused):
         return SENTENCES[error.code]
+    if is_full(error):
+        return SENTENCES["disk"]
     codes = (code for kind, code in OF_ERRORS.items() if isinstance(error, kind))
     return SENTENCES[next(codes, "internal")]
 

@@ -25,6 +25,7 @@ from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress
 from fedmll.deploy import certificates, keys, labels, own_folder, setting, site, telling
+from fedmll.deploy.desk import Desk, desk_of
 from fedmll.deploy.journal import Journal
 from fedmll.deploy.private import passphrase_of
 from fedmll.deploy.setting import Server, server_in
@@ -109,22 +110,31 @@ def drive(
     alive: Callable[[], None] = lambda: None,
 ) -> Result:
     """The run itself, over any Grid of Flower's (a SuperLink's, or its simulation engine's)."""
+    _check_start(experiment, server)
+    own_folder.make_private(out)  # names and metrics of sites
+    with desk_of(out, server, experiment, observer) as desk:
+        return _drive(grid, experiment, server, out, desk, alive)
+
+
+def _drive(
+    grid: Grid, experiment: Experiment, server: Server, out: Path, desk: Desk, alive: Callable[[], None]
+) -> Result:
     from fedmll.deploy.flower.coming import starts_without
     from fedmll.deploy.flower.engine import FlowerEngine
     from fedmll.deploy.flower.roster import Roster
 
-    _check_start(experiment, server)
-    own_folder.make_private(out)  # names and metrics of sites
+    say, observer = desk.say, desk.observer
     mine = own_data(experiment, observer)
     classes, shape = mine.test.classes, mine.test.sample_shape
     method = make(Task(experiment, classes, shape, len(server.clients), torch.device("cpu")))
     setup = Setup(server.run, told(experiment), None if method.private else classes, shape, len(server.clients))
     frozen = {} if method.private else frozen_sketch(method.model())
-    say, known = Journal(out, observer).say, out / setting.SITES
+    known = out / setting.SITES
     sets = _label_sets(server, classes) if method.private else None
     roster = Roster(
-        grid, server.taking_part, server.keys is not None, setup.to_json(), known, say, classes, frozen, label_sets=sets
-    )
+        grid, server.taking_part, server.keys is not None, setup.to_json(), known, say, classes, frozen,
+        label_sets=sets, record=desk.record, bars=desk.bars,
+    )  # fmt: skip
     _wait(roster, server, alive, setting.begun(out))
     prepared = _federation(experiment, server, roster.introductions, mine)
     if without := starts_without(prepared, server.taking_part, roster.introductions):
@@ -145,7 +155,8 @@ def drive(
         return engine
 
     result = loop.resume(out, observer=observer, prepared=prepared, make_engine=make_engine)
-    engines[0].farewell()
+    desk.end("finished")
+    engines[0].farewell(desk.audit.last)
     return result
 
 

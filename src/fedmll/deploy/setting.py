@@ -32,6 +32,7 @@ class Server:
     max_share: float = 1.0  # of one client in an average by size, among those who are asked
     dropped: tuple[str, ...] = ()  # takes no further part, and keeps its place in the list
     start_with: int | None = None  # clients that must have come before round 1; None: all
+    status: str | None = None  # HOST:PORT of the operator's page
     run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -103,6 +104,7 @@ def change(
     start_with: int | None = None,
     round_timeout: float | None = None,
     address: tuple[str, int] | None = None,
+    status: str | None = None,
 ) -> Server:
     """For the rest of a run: other deadlines, another address, without some of the clients."""
     server = server_in(out)
@@ -121,8 +123,7 @@ def change(
         values["start_with"] = start_with
     elif server.start_with is not None:
         values["start_with"] = min(server.start_with, max(1, len(left)))
-    if round_timeout is not None:
-        values["round_timeout"] = round_timeout
+    values |= {name: given for name, given in (("round_timeout", round_timeout), ("status", status)) if given}
     if address is not None:
         values |= dict(zip(("host", "port"), address, strict=True))
     changed = replace(server, **values)

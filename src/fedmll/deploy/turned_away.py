@@ -13,6 +13,10 @@ TOLD = re.compile(rf"\[code: {CODE}\] fedmll refuses: ([a-z]+)(?: (-?[0-9]{{1,12
 WRONG = {
     "calls itself": ("name", "your key belongs to another name; join with the --name that the operator gave you"),
     "not among the clients": ("uninvited", "this run does not take your name; ask its operator"),
+    "excluded by the operator": (
+        "excluded",
+        "the operator has taken you out of this run; stay connected, you may be taken back, or ask the operator",
+    ),
     "another node is connected": ("taken", "somebody is connected under your name already"),
     "it has the class": ("classes", "you have a class that this federation does not have; see --classes"),
     "what is frozen in its model": (

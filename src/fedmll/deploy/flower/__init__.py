@@ -1,5 +1,6 @@
-"""A real federation on Flower (flwr 1.41). Nothing outside this package imports flwr.
+"""A real federation on Flower (flwr 1.41 and 1.42). Nothing outside this package imports flwr.
 
+internals.py   what we use of Flower beyond its public modules: all of it, and nowhere else
 records.py     Message ↔ Flower's records: raw arrays, numbers and plain settings, never a pickle
 processes.py   starts the SuperLink and the SuperNode as child processes
 children.py    what runs in them: Flower's own, with the doors shut that it leaves open

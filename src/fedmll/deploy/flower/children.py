@@ -12,7 +12,6 @@ They are Flower's own, started through its own entry points, with these differen
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -20,8 +19,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +30,10 @@ POLL_SECONDS = 0.5  # how often a SuperNode asks for messages; Flower's own 3 s 
 
 def _superlink(setting: Link) -> None:
     import uvicorn
-    from flwr.superlink.main import create_app
-    from flwr.superlink.servicer.fleet import fleet_handlers
 
+    from fedmll.deploy.flower import internals
     from fedmll.deploy.flower.guard import Door, Guard
-    from fedmll.deploy.flower.port import ImpatientProtocol, Notices, Pushes, be_impatient, only_complete
-
-    flower = import_module("flwr.superlink.cli.flower_superlink")
+    from fedmll.deploy.flower.port import ImpatientProtocol, Notices, Pushes, be_impatient
 
     arguments = ["--host", setting.host, "--port", str(setting.port), "--isolation", "process"]
     arguments += ["--superexec-auth-secret-file", setting.secret_file, "--disable-runtime-dependency-installation"]
@@ -49,15 +43,13 @@ def _superlink(setting: Link) -> None:
         assert setting.certificate is not None and setting.key is not None and setting.ca is not None
         arguments += ["--ssl-certfile", setting.certificate, "--ssl-keyfile", setting.key]
         arguments += ["--ssl-ca-certfile", setting.ca, "--enable-supernode-auth"]
-    sys.argv = ["flower-superlink", *arguments]
-    config = flower._parse_superlink_lifespan_config()
-    app = create_app(config, flower.SuperLinkLifespan)
-    state = app.state.linkstate_factory.state()
-    _prepare(state, setting.nodes)
-    only_complete(state)
+    app, config, state, handlers = internals.superlink(arguments)
+    internals.register(state, setting.nodes, {"pyproject.toml": APP.encode(), "README.md": b"fedmll"})
+    internals.let_nodes_return(state)
+    internals.only_complete(state)
     notices = Notices(Path(setting.folder))
     revoked = None if setting.revoked is None else Path(setting.revoked)
-    Pushes(fleet_handlers, Path(setting.folder))
+    Pushes(handlers, Path(setting.folder))
     be_impatient()
     uvicorn.run(
         Guard(app, None if setting.insecure else Door(setting.nodes, notices.tell, revoked)),
@@ -72,39 +64,6 @@ def _superlink(setting: Link) -> None:
         access_log=False,
         log_level="error",  # warnings are what strangers send
     )
-
-
-def _prepare(state: Any, nodes: Mapping[str, str]) -> None:
-    """Register the nodes' keys under their names, and create the one run."""
-    from flwr.cli.build import build_fab_from_files
-    from flwr.cli.config_utils import get_fab_metadata
-    from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
-    from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
-    from flwr.supercore.fab import Fab
-
-    for name, public_key in nodes.items():
-        state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public_key.encode(), HEARTBEAT_DEFAULT_INTERVAL, name=name)
-    _let_nodes_return(state)
-    content, _ = build_fab_from_files({"pyproject.toml": APP.encode(), "README.md": b"fedmll"})
-    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-    fab_id, fab_version = get_fab_metadata(content)
-    state.store_fab(fab)
-    state.federation_manager.ensure_default_federations_exist(flwr_aid=NOOP_FLWR_AID)
-    state.create_run(
-        fab_id, fab_version, fab.hash_str, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
-    )
-
-
-def _let_nodes_return(state: Any) -> None:
-    """A node that was killed counts as online for another minute, and Flower refuses it so long when it comes back. The
-    guard has seen that nobody else serves with its key: it may return at once."""
-    activate = state.activate_node
-
-    def activate_again(node_id: int, heartbeat_interval: float) -> bool:
-        state.deactivate_node(node_id)
-        return bool(activate(node_id, heartbeat_interval))
-
-    state.activate_node = activate_again
 
 
 APP = """\
@@ -131,20 +90,13 @@ clientapp = "fedmll.deploy.flower.site_app:app"
 
 
 def _supernode(setting: Node) -> None:
-    from flwr.supernode.cli import flower_supernode
-
-    loop = import_module("flwr.supernode.start_client_internal")
-    _name_instance(import_module("flwr.supernode.fleet_http_connection"))
-    if setting.passphrase is not None:
-        command: Any = import_module("flwr.supernode.cli.flower_supernode")
-        command.load_ssh_private_key = lambda content, _: private_key(content, setting.passphrase)
+    from fedmll.deploy.flower import internals
 
     class Impatient:
         @staticmethod
         def sleep(seconds: float) -> None:
             time.sleep(min(seconds, POLL_SECONDS))
 
-    loop.time = Impatient  # type: ignore[attr-defined]  # the module's only use of it
     arguments = ["--superlink", setting.server, "--isolation", "process", "--host", "127.0.0.1"]
     arguments += ["--port", str(setting.port), "--superexec-auth-secret-file", setting.secret_file]
     arguments += ["--max-wait-time", str(setting.patience)]
@@ -154,20 +106,20 @@ def _supernode(setting: Node) -> None:
         arguments += ["--root-certificates", setting.ca]
     if setting.key is not None:
         arguments += ["--auth-supernode-private-key", setting.key]
-    sys.argv = ["flower-supernode", *arguments]
-    flower_supernode()
+    encrypted = setting.passphrase is not None
+    load_key = (lambda content, _: private_key(content, setting.passphrase)) if encrypted else None
+    internals.supernode(arguments, Impatient, _name_instance, load_key)
 
 
-def _name_instance(connection: Any) -> None:
+def _name_instance(interceptor: Any) -> Any:
     """Every request says which start of a SuperNode it is from: two programs with one key are told apart. And why the
     port refuses a request is in the log, where `join` finds it."""
-    from flwr.supercore.error import FlowerError
-
     from fedmll.deploy.flower.guard import INSTANCE_HEADER
+    from fedmll.deploy.flower.internals import FlowerError
 
     instance = secrets.token_hex(8)
 
-    class Signed(connection.NodeAuthHttpInterceptor):
+    class Signed(interceptor):
         def intercept(self, context: Any, call_next: Any) -> Any:
             context.request.headers[INSTANCE_HEADER] = instance
             response = super().intercept(context, call_next)
@@ -177,7 +129,7 @@ def _name_instance(connection: Any) -> None:
                     print(f"[code: {error.code}] {error.message}", flush=True)
             return response
 
-    connection.NodeAuthHttpInterceptor = Signed
+    return Signed
 
 
 def _die_with(parent: int) -> None:

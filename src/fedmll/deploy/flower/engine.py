@@ -166,7 +166,7 @@ class FlowerEngine:
 
     def _refuse(self, reasons: dict[str, str]) -> None:
         for name, reason in reasons.items():
-            self.roster.notice(f"round {self.number}: the reply of {name} is refused: {reason}")
+            self.post.refuse(name, reason)
 
     def _merge_again(self, beside: Round, out: Sequence[Peer]) -> None:
         """The same replies, without some: nobody trains again."""
@@ -252,10 +252,11 @@ class FlowerEngine:
 
     # ---- the end
 
-    def farewell(self) -> None:
-        """Tell everybody that the run is over; who does not hear it notices that the server is gone."""
+    def farewell(self, audit: str = "") -> None:
+        """Tell everybody that the run is over, and how the audit ends; who does not hear it notices that the server
+        is gone."""
         self.roster.update()
-        content = {"setup": self.roster.setup}
+        content = {"setup": self.roster.setup, "audit": audit}
         letters = [
             FlowerMessage(to_records(Message(), content), member.node, BYE, ttl=BYE_SECONDS)
             for member in self.roster.members.values()

@@ -12,20 +12,23 @@ from pathlib import Path
 
 import httpx
 from flwr.app import Message as FlowerMessage
-from flwr.common.constant import SubStatus
-from flwr.proto.runtime_pb2 import AcquireTaskRequest, SendTaskHeartbeatRequest
-from flwr.supercore.constant import TaskType
-from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.interceptors import (
-    RuntimeTokenHttpInterceptor,
-    RuntimeVersionHttpInterceptor,
-    SuperExecAuthHttpInterceptor,
-)
-from flwr.supercore.protobuf.client import ProtobufClientInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from fedmll.deploy.flower.inflating import BOUNDS
+from fedmll.deploy.flower.internals import (
+    AcquireTaskRequest,
+    HeartbeatSender,
+    ProtobufClientInterceptor,
+    RuntimeHttpClient,
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+    SendTaskHeartbeatRequest,
+    SubStatus,
+    SuperExecAuthHttpInterceptor,
+    TaskType,
+    pull_task_input,
+    push_message,
+    push_task_output,
+)
 from fedmll.deploy.flower.site_app import BYE, app, complain
 
 IDLE_SECONDS = 0.1

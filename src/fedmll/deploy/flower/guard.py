@@ -15,12 +15,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-from flwr.supercore.date import now
-from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
-
 from fedmll.deploy import turned_away
+from fedmll.deploy.flower.internals import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+    bytes_to_public_key,
+    now,
+    verify_signature,
+)
 from fedmll.deploy.keys import fingerprint, revoked_in
 
 FLEET, RUNTIME = "/v1/fleet/", "/v1/runtime/"
@@ -41,7 +46,6 @@ SECOND_SECONDS = 2.0  # a node that is idle asks for messages twice a second
 SILENT_SECONDS = 35.0  # a node that works is heard every 30 s
 WARY_SECONDS = 120.0  # after two programs were seen with one key
 CLOCK_SECONDS = 60.0  # how often a wrong clock is told of: each request may name another time
-REVOKED_SECONDS = 2.0  # how often the list of revoked keys is looked at
 
 App = Callable[..., Awaitable[None]]
 Tell = Callable[[str], None]
@@ -73,7 +77,7 @@ class Door:
     before: dict[str, Heard] = field(default_factory=dict)  # who did, until somebody else came while it was silent
     pairs: dict[str, float] = field(default_factory=dict)  # name → when two programs were last seen under it
     clocks: dict[str, float] = field(default_factory=dict)  # name → when its wrong clock was last told of
-    _looked: float = -REVOKED_SECONDS
+    _looked: tuple[int, int] | None = None  # when the list was written that was read last, and how long it is
     _revoked: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -103,8 +107,11 @@ class Door:
         return name
 
     def _revoked_now(self) -> frozenset[str]:
-        if self.revoked is not None and time.monotonic() - self._looked >= REVOKED_SECONDS:
-            self._looked, self._revoked = time.monotonic(), frozenset(revoked_in(self.revoked))
+        """As the list is at this request: it is read again when it was written."""
+        if self.revoked is not None and self.revoked.is_file():
+            file = self.revoked.stat()
+            if (file.st_mtime_ns, file.st_size) != self._looked:
+                self._looked, self._revoked = (file.st_mtime_ns, file.st_size), frozenset(revoked_in(self.revoked))
         return self._revoked
 
     async def enter(self, name: str, instance: str, path: str) -> None:

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from flwr.app import Array
-from flwr.supercore.inflatable import inflatable_utils
-from flwr.supercore.inflatable.inflatable_object import (
+
+from fedmll.deploy.flower.internals import (
     get_object_body,
     get_object_children_ids_from_object_content,
+    take_array_from,
 )
 
 HEADER_BYTES = 4096  # of an array beside its values
@@ -25,8 +26,7 @@ class Bounds:
         self.largest = 0
 
     def install(self) -> None:
-        registry: dict[str, Any] = inflatable_utils.inflatable_class_registry
-        registry["Array"] = SimpleNamespace(inflate=self.inflate)
+        take_array_from(SimpleNamespace(inflate=self.inflate))
 
     def allow(self, largest: int) -> None:
         """An array may have this many bytes."""

@@ -10,19 +10,29 @@ from typing import Any
 
 import httpx
 from flwr.app import Error, Message
-from flwr.app.message import make_message
-from flwr.common.constant import ErrorCode, SubStatus
-from flwr.common.serde import message_from_proto, run_from_proto
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullTaskInputRequest, PushTaskOutputRequest
-from flwr.supercore.constant import TaskType
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
 
 from fedmll.deploy.flower.executor import acquire, acquirer, heartbeat
+from fedmll.deploy.flower.internals import (
+    ConfirmMessageReceivedRequest,
+    ErrorCode,
+    HttpGrid,
+    ObjectPullError,
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+    SubStatus,
+    TaskIdentity,
+    TaskType,
+    be_patient,
+    inflate_object_from_contents,
+    iterate_object_tree,
+    make_message,
+    make_pull_object_fn_protobuf,
+    message_from_proto,
+    pull_objects,
+    run_from_proto,
+    runtime_client,
+)
 from fedmll.deploy.flower.port import new_notices
 from fedmll.deploy.flower.processes import Child, Link, local_host, start_link
 from fedmll.errors import FederationError, printable
@@ -37,7 +47,7 @@ class CarefulGrid(HttpGrid):
     server when it cannot be put together. Here it is as the port has it, and what cannot be read is an error reply."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        client = self._runtime_client
+        client = runtime_client(self)
         found = client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
         return [
             self._pulled(client, proto, tree)
@@ -86,8 +96,8 @@ def own_link(setting: Link, notice: Notice = lambda _: None) -> Iterator[OwnLink
         address = f"{local_host(setting.host)}:{setting.port}"
         token = _token(address, Path(setting.secret_file).read_bytes(), ca, child)
         grid = CarefulGrid(address, ca is None, ca, token=token)
-        grid._retry_invoker.max_time = LINK_SECONDS
-        client = grid._runtime_client
+        be_patient(grid, LINK_SECONDS)
+        client = runtime_client(grid)
         sender = heartbeat(client)
         try:
             task = client.PullTaskInput(PullTaskInputRequest())

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastapi import HTTPException
-from flwr.common.constant import SUPERLINK_NODE_ID
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fedmll import files
+from fedmll.deploy.flower.internals import SUPERLINK_NODE_ID, parts_of
 from fedmll.errors import printable
 
 HANDSHAKE_SECONDS, HEADER_SECONDS = 10.0, 10.0
@@ -140,30 +140,6 @@ class Pushes:
         return self.push_object(request=request, state=state)
 
 
-def only_complete(state: Any) -> None:
-    """A reply is given out when all of it has come. Flower gives it out before, and who asked for it waits, for hours
-    if its sender wants it so."""
-    everything = state.get_message_res
-
-    def complete(message_id: str) -> bool:
-        reply = state.message_ins_id_to_message_res_id.get(message_id)
-        entry = None if reply is None else state.object_store.store.get(reply)
-        waiting = [] if entry is None else [entry]
-        while waiting:
-            entry = waiting.pop()
-            if not entry.is_available:
-                return False
-            waiting += [state.object_store.store[child] for child in entry.child_object_ids]
-        return True
-
-    def get_message_res(message_ids: set[str], run_id: int) -> Any:
-        with state.lock, state.object_store.lock_store:
-            ready = {message_id for message_id in message_ids if complete(message_id)}
-        return everything(message_ids=ready, run_id=run_id)
-
-    state.get_message_res = get_message_res
-
-
 def wrong_push(request: Any) -> str | None:
     if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
         return "one reply at a time"
@@ -185,10 +161,8 @@ def wrong_tree(tree: Any, store: Any) -> str | None:
         if count > MOST_OBJECTS or depth > DEEPEST:
             return "too many objects"
         children = [child.object_id for child in node.children]
-        known = store.store.get(node.object_id)
-        if parts.setdefault(node.object_id, children) != children or (
-            known is not None and known.child_object_ids != children
-        ):
+        known = parts_of(node.object_id, store)
+        if parts.setdefault(node.object_id, children) != children or known not in (None, children):
             return "an object has other parts than before"
     return None
 

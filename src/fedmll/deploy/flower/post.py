@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flwr.app import Message as FlowerMessage
-from flwr.common.constant import ErrorCode
 
 from fedmll.client import Peer
+from fedmll.deploy.audit import described
 from fedmll.deploy.flower.hearing import Parcel, heard
 from fedmll.deploy.flower.inflating import BOUNDS
+from fedmll.deploy.flower.internals import ErrorCode
 from fedmll.deploy.flower.records import to_records
 from fedmll.deploy.flower.roster import Roster
 from fedmll.errors import ReplyRefused, UpdateDiverged
@@ -91,7 +92,8 @@ class Post:
         for name in names:
             connected = name in self.roster.members
             reason = f"no answer in {self.round_timeout:g} s" if connected else self.roster.absence(name)
-            self.roster.notice(f"round {self.number}: {name} is left out ({reason})")
+            text = f"round {self.number}: {name} is left out ({reason})"
+            self.roster.notice(text, "left out", round=self.number, client=name)
             answers[name] = None
         if late:
             self.hung |= set(names)
@@ -123,6 +125,7 @@ class Post:
             (message_id,) = self.grid.push_messages([outgoing])
             if message_id:
                 self.bytes_down += message.nbytes
+                self._record("sent", kind, peer, message)
                 parcels[message_id] = Parcel(peer, member, expected)
 
     def _receive(self, kind: str, parcels: dict[str, Parcel], answers: Answers) -> None:
@@ -137,9 +140,17 @@ class Post:
                 continue  # its node came anew: it is greeted before anything it says counts, and asked again
             try:
                 message, about = heard(kind, reply, parcel, self.roster.introductions[peer.name])
+                self._record("reply", kind, peer, message)
                 answers[peer.name] = (peer, message, about)
             except UpdateDiverged as refusal:
                 self.diverged[peer.name], answers[peer.name] = str(refusal), None
             except ReplyRefused as refusal:
-                self.roster.notice(f"round {self.number}: the reply of {peer.name} is refused: {refusal}")
+                self.refuse(peer.name, str(refusal))
                 answers[peer.name] = None
+
+    def refuse(self, name: str, reason: str) -> None:
+        text = f"round {self.number}: the reply of {name} is refused: {reason}"
+        self.roster.notice(text, "refused", round=self.number, client=name)
+
+    def _record(self, event: str, kind: str, peer: Peer, message: Message) -> None:
+        self.roster.record(event, round=self.number, kind=kind, client=peer.name, **described(message))

@@ -17,6 +17,7 @@ from flwr.app import RecordDict
 
 from fedmll import files
 from fedmll.deploy import labels
+from fedmll.deploy.barring import EXCLUDED, REVOKED, Bars
 from fedmll.deploy.flower.inflating import BOUNDS
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import HELLO
@@ -32,7 +33,11 @@ DIGEST = re.compile("[0-9a-f]{32}")
 FIRST_ROUND = "first_round"  # beside what a client said, in sites.json
 HELLO_SECONDS = 600  # the first look at a site's images may take long
 
-Notice = Callable[[str], None]
+Notice = Callable[..., None]  # a text; for the audit an event and its facts
+
+
+def not_recorded(event: str, **facts: Any) -> None:
+    pass
 
 
 class Grid(Protocol):
@@ -113,6 +118,9 @@ class Roster:
     introductions: dict[str, Introduction] = field(default_factory=dict)
     first_round: dict[str, int] = field(default_factory=dict)  # of each who came: it takes part from then on
     round: int = 0  # that is under way
+    record: Notice = not_recorded  # what is in the audit, and needs no words
+    bars: Bars = field(default_factory=Bars)  # who is kept out while the run goes on
+    excluded: frozenset[str] = frozenset()  # as of this round
     fits: Callable[[str, Introduction], None] = lambda name, introduction: None  # refuses who cannot be taken in late
 
     def __post_init__(self) -> None:
@@ -129,9 +137,30 @@ class Roster:
 
     def taking_part(self, number: int, least: int) -> dict[str, Introduction]:
         """Who has come and takes part in a round; where that is fewer than `least`, also who would begin later."""
-        came = {name: self.introductions[name] for name in self.names if name in self.introductions}
+        self._follow_operator()
+        here = [name for name in self.names if name in self.introductions and name not in self.excluded]
+        came = {name: self.introductions[name] for name in here}
         begun = {name: told for name, told in came.items() if self.first_round[name] <= number}
         return begun if len(begun) >= least else came
+
+    def _follow_operator(self) -> None:
+        """Who is excluded or readmitted is so from the next round on, and named."""
+        wanted = self.bars.excluded()
+        if wanted and not self.introductions.keys() - wanted:
+            self.notice("nobody would be left, so nobody else is excluded")
+            return
+        for name in sorted(wanted - self.excluded):
+            self.notice(f"{name} is excluded by the operator", "excluded", client=name)
+            self._turn_away(name, EXCLUDED)
+        for name in sorted(self.excluded - wanted):
+            self.notice(f"{name} is readmitted by the operator", "readmitted", client=name)
+        self.excluded = wanted
+
+    def _turn_away(self, name: str, reason: str) -> None:
+        """It hears why with the next greeting."""
+        member = self.members.pop(name, None)
+        if member is not None:
+            self.refused[member.node, member.since] = Refusal(name, reason, time.monotonic())
 
     def absence(self, name: str) -> str:
         """Why somebody is not among the members."""
@@ -155,13 +184,19 @@ class Roster:
             if node is None or node.last_activated_at != member.since:
                 del self.members[name]
                 if node is None:
-                    self.notice(f"{name} is gone; the run goes on without it until it comes back")
+                    self.notice(f"{name} is gone; the run goes on without it until it comes back", "gone", client=name)
+        revoked = self.bars.revoked()
+        for name in sorted(revoked & self.members.keys()):
+            self.notice(f"{name} is refused: {REVOKED}", "refused", client=name)
+            self._turn_away(name, REVOKED)
         here = {(node_id, node.last_activated_at) for node_id, node in online.items()}
         self.refused = {key: refusal for key, refusal in self.refused.items() if key in here}
         now = time.monotonic()
         greeted = {(member.node, member.since) for member in self.members.values()}
         greeted |= {(greeting.node, greeting.since) for greeting in self.waiting.values()}
         for key in sorted(here - greeted):
+            if online[key[0]].name in revoked:
+                continue  # the port lets nothing of it through
             if key not in self.refused or now >= self.refused[key].again:
                 self._greet(*key, online[key[0]].name, now)
         self._hear(now)
@@ -199,7 +234,7 @@ class Roster:
             name = registered or printable(told.get("name") or f"node {node}", 80)
             before = self.refused.get((node, since))
             if before is None or before.reason != reason:
-                self.notice(f"{name} is refused: {reason}")
+                self.notice(f"{name} is refused: {reason}", "refused", client=name)
             self.refused[node, since] = Refusal(name, reason, now + ASK_AGAIN_SECONDS)
             return
         name = told["name"]
@@ -213,7 +248,9 @@ class Roster:
             files.write(self.file, json.dumps(kept))
             since = f"; it takes part from round {self.round + 1} on" if self.round else ""
         what = f"{introduction.samples} images, {len(introduction.classes)} classes annotated"
-        self.notice(f"{name} is here: {what}{since}")
+        facts = {"images": introduction.samples, "held_out": introduction.held_out, "digest": introduction.digest}
+        facts |= {"classes": len(introduction.classes), "first_round": self.first_round[name]}
+        self.notice(f"{name} is here: {what}{since}", "joined", client=name, **facts)
 
     def _accept(self, node: int, registered: str, told: Mapping[str, Any]) -> Introduction:
         name = told.get("name")
@@ -223,6 +260,8 @@ class Roster:
             raise ReplyRefused(f"it calls itself '{name}', and its key is that of '{registered}'")
         if name not in self.names:
             raise ReplyRefused(f"'{name}' is not among the clients of this run ({', '.join(self.names)})")
+        if name in self.excluded:
+            raise ReplyRefused(EXCLUDED)
         other = self.members.get(str(name))
         if other is not None and other.node != node:
             raise ReplyRefused(

@@ -8,6 +8,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 from flwr.app import Context, Error
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 
+from fedmll.deploy.audit import HASH, Audit, described
+from fedmll.deploy.flower.internals import SUPERLINK_NODE_ID, ErrorCode
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.sentences import LONGEST_TEXT, Refused, indented, plain, sentence
 from fedmll.deploy.site_worker import Setup, SiteWorker, forget, recall_site
@@ -113,13 +115,16 @@ def bye(message: FlowerMessage, context: Context) -> FlowerMessage:
 def _answer(
     message: FlowerMessage, context: Context, work: Callable[[Path, dict[str, Any], Message], Answer]
 ) -> FlowerMessage:
-    """Do it. An error is shown here in full; the server hears a sentence of a fixed list."""
-    name = ""
+    """Do it. An error is shown here in full; the server hears a sentence of a fixed list. What leaves is in the audit
+    before it leaves."""
+    name, audit, facts = "", None, {"kind": message.metadata.message_type}
     try:
         file = _site_file(context)
-        name = recall_site(file).name
+        site = recall_site(file)
+        name, audit = site.name, Audit(site.memory)
         sent, about = from_records(message.content)
         reply, told = work(file, about, sent)
+        audit.write("left", **facts, **_facts(about, told), **described(reply))
     except FedmllError as error:
         complain(f"error: {error}")
         reply, told = Message(), {"error": sentence(error)}
@@ -128,7 +133,20 @@ def _answer(
     except Exception as error:
         complain(traceback.format_exc(), show_details)
         reply, told = Message(), {"error": sentence(error)}
+    if "error" in told and audit is not None:
+        with suppress(OSError):  # the disk is full, perhaps: what leaves is a sentence, and was shown
+            audit.write("refused", **facts, text=told["error"])
     return FlowerMessage(to_records(reply, told | {"name": name}), reply_to=message)
+
+
+def _facts(about: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """For the audit: which round, which words leave beside the numbers, how much data they say there is. And how the
+    server's own audit ends: who would shorten that one must then change this one too."""
+    facts = {"round": about["round"]} if "round" in about else {}
+    facts |= {"words": sorted({*told, "name"})}
+    facts |= {name: told[name] for name in ("samples", "held_out") if name in told}
+    mark = about.get("audit")
+    return facts | ({"server_audit": mark} if isinstance(mark, str) and HASH.fullmatch(mark) else {})
 
 
 def complain(text: str, say: Callable[[str], None] = show) -> None:

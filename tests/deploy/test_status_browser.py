@@ -1,0 +1,73 @@
+"""The status page in a real browser: light and dark, narrow and wide; a client's words stay words."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fedmll.deploy.setting import Server
+from fedmll.deploy.status import Status, page
+from fedmll.experiment import Experiment
+
+pytestmark = pytest.mark.slow
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+
+
+@pytest.fixture
+def browser(tmp_path: Any) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in programs:
+        pytest.skip("Debian's chromium and chromedriver are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=programs[1]))
+    yield driver
+    driver.quit()
+
+
+def a_status() -> Status:
+    names = ("hospital-a", "hospital-b", "hospital-c", "hospital-d")
+    status = Status(Experiment.make({"method": {"name": "fedavg"}, "training": {"rounds": 40}}), Server(names))
+    for name, images in zip(names[:3], (5200, 1800, 990), strict=True):
+        status.record("joined", {"client": name, "images": images})
+        status.record("sent", {"client": name, "bytes": 91_000_000, "round": 13})
+        status.record("reply", {"client": name, "bytes": 91_000_000, "round": 13})
+    text = "round 13: the reply of hospital-b is refused: <script>document.title = 'run'</script> " + "x" * 200
+    status.record("refused", {"client": "hospital-b", "text": text})
+    status.record("gone", {"client": "hospital-b", "text": text})
+    status.record("excluded", {"client": "hospital-c"})
+    status.started(status.experiment, None, 1)  # type: ignore[arg-type]
+    for number in range(1, 14):
+        status.round_done({"round": number, "seconds": 61.0})
+    status.client_done(14, 1, 3)
+    return status
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1200])
+def test_the_page_is_readable(browser: Any, width: int, dark: bool, tmp_path: Any) -> None:
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": scheme})
+    size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    status = a_status()
+    with page("127.0.0.1:0", status) as port:
+        browser.get(f"http://127.0.0.1:{port}/")
+        browser.save_screenshot(str(tmp_path / "page.png"))
+        text = browser.execute_script("return document.body.innerText")
+        # the only complaint: there is no favicon
+        assert [entry for entry in browser.get_log("browser") if "favicon" not in entry["message"]] == []
+        assert browser.title == "13/40 · fedmll"  # the script is words
+        assert "<script>document.title" in text
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, background.removeprefix("rgb(").rstrip(")").split(","))) < 200) == dark
+        words = ("14 of 40", "about 27 min", "connected", "away", "excluded", "has not come", "91.0 MB")
+        assert not [word for word in words if word not in text]
