@@ -26,8 +26,8 @@ from fedmll.data.images.labels_csv import PATIENT_COLUMNS, LabelTable
 from fedmll.data.images.reading import some
 from fedmll.deploy import certificates, joining
 from fedmll.deploy.private import UnsupportedAlgorithm, private_key
-from fedmll.deploy.site import Site, Summary, check, labels_of
-from fedmll.errors import FedmllError, nearest
+from fedmll.deploy.site import Site, Summary, check, labels_of, strangers
+from fedmll.errors import FedmllError
 from fedmll.experiment import Experiment
 
 CLOCK_SECONDS = 10  # a message that seems older than this may be refused
@@ -88,22 +88,14 @@ def check_site(
 
 def _names(table: LabelTable, classes: Sequence[str]) -> list[Finding]:
     lacking = [name for name in classes if name not in table.classes]
-    alike = {_letters(name): name for name in lacking}
-    found = []
-    for name in table.classes:
-        if name not in classes:
-            same = alike.get(_letters(name))
-            meant = f"; did you mean '{same}'?" if same is not None else nearest(name, lacking or classes)
-            advice = "Rename it in a file for --rename, or leave the column out with --ignore."
-            found.append(Finding("classes", "error", f"'{name}' is no class of the study{meant} {advice}"))
+    advice = "Rename it in a file for --rename, or leave the column out with --ignore."
+    found = [
+        Finding("classes", "error", f"'{name}' is no class of the study{meant} {advice}")
+        for name, meant in strangers(table.classes, classes)
+    ]
     if lacking:
         found.append(Finding("classes", "warning", f"not annotated here, so unknown: {', '.join(lacking)}"))
     return found or [Finding("classes", "good", f"the study's {len(classes)} classes, all of them")]
-
-
-def _letters(name: str) -> str:
-    """Without what spellings differ in."""
-    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _columns(table: LabelTable) -> list[Finding]:
