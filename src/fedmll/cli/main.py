@@ -9,7 +9,21 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fedmll.cli import compare, data, datasets, federation, keys, methods, predict, presets, report, show, site, weights
+from fedmll.cli import (
+    compare,
+    data,
+    datasets,
+    federation,
+    keys,
+    methods,
+    predict,
+    presets,
+    report,
+    show,
+    site,
+    validate,
+    weights,
+)
 from fedmll.cli.options import (
     Asked,
     Device,
@@ -141,6 +155,7 @@ app.add_typer(data.data_app, name="data")
 app.add_typer(weights.weights_app, name="weights")
 federation.register(app)
 site.register(app)
+validate.register(app)
 app.add_typer(keys.keys_app, name="keys")
 
 

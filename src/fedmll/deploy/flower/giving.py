@@ -15,8 +15,9 @@ from fedmll.running.model import SavedModel
 def hand_over(post: Post, learner: Learner, peers: Sequence[Peer], model: SavedModel, own: Own) -> None:
     """With thresholds and calibration of its own where `own` has some for a site. Who did not get it is named."""
     handed, roster = Handed(learner, model, own), post.roster
-    seconds = handed.seconds(post.round_timeout)
-    got = {peer.name for peer, *_ in post.exchange(MODEL, peers, handed.letter, 0, seconds)}
+    roster.update()
+    here, seconds = [peer for peer in peers if peer.name in roster.members], handed.seconds(post.round_timeout)
+    got = {peer.name for peer, *_ in post.exchange(MODEL, here, handed.letter, 0, seconds)}
     missing = [name for name in roster.everybody if name not in got]
     if missing:
         roster.notice(not_given(missing, model.file, learner.method.private))
