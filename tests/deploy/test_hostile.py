@@ -29,7 +29,7 @@ from fedmll.deploy.flower.hearing import capped
 from fedmll.deploy.flower.inflating import Bounds
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.roster import Introduction
-from fedmll.deploy.flower.site_app import EVALUATE, HELLO, TRAIN
+from fedmll.deploy.flower.site_app import EVALUATE, HELLO, MODEL, TRAIN
 from fedmll.deploy.serving import Server
 from fedmll.errors import ConfigError, ReplyRefused
 from fedmll.message import Message
@@ -487,7 +487,7 @@ def test_a_node_that_came_anew_is_greeted_before_its_reply_counts(
 
     grid.tamper = tamper
     drive(consortium, grid, tmp_path / "out", hear, training__rounds=1)
-    assert [kind for kind, name in grid.log if name == "site-b"] == [HELLO, TRAIN, HELLO, TRAIN, "query.bye"]
+    assert [kind for kind, name in grid.log if name == "site-b"] == [HELLO, TRAIN, HELLO, TRAIN, MODEL, "query.bye"]
     assert hear.rows[0]["clients"] == 3
 
 

@@ -48,6 +48,9 @@ def server(
     asked: Asked,
     settings: Settings = None,
     clients: Annotated[str, typer.Option("--clients", help="The clients' names, comma-separated.")] = "",
+    validators: Annotated[
+        str, typer.Option("--validators", help="Names of who only tests (`fedmll validate`), comma-separated.")
+    ] = "",
     min_clients: Annotated[
         int | None, typer.Option("--min-clients", help="Good replies that a round needs. Default: 2.")
     ] = None,
@@ -109,6 +112,7 @@ def server(
         round_timeout,
         join_timeout,
         max_share=max_share,
+        validators=names_in(validators),
         start_with=start_with,
         status=status,
     )

@@ -22,6 +22,7 @@ from fedmll.cli import (
     report,
     show,
     site,
+    validate,
     weights,
 )
 from fedmll.cli.options import (
@@ -157,6 +158,7 @@ app.add_typer(data.data_app, name="data")
 app.add_typer(weights.weights_app, name="weights")
 federation.register(app)
 site.register(app)
+validate.register(app)
 app.add_typer(keys.keys_app, name="keys")
 app.add_typer(audit.audit_app, name="audit")
 

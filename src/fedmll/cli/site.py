@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +21,11 @@ from fedmll.cli.options import (
     stoppable,
     window_in,
 )
-from fedmll.errors import ConfigError
+from fedmll.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from fedmll.deploy.joining import Access
+    from fedmll.deploy.site import Site
 
 Csv = Annotated[Path, typer.Option("--csv", help="An image a row, a column a class: 1, 0 or blank (unknown).")]
 Images = Annotated[Path, typer.Option("--images", help="The folder that the CSV's paths start from.")]
@@ -74,16 +78,22 @@ def join(
     methods: Annotated[str | None, typer.Option("--methods", help="The only methods you allow, comma-separated.")] = (
         None
     ),
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where the model and the report go. Default: --memory.")
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="At the end: was it worth joining? Trains a model of your own.")
+    ] = True,
     plugins: Plugins = None,
 ) -> None:
-    """Take part in a federation with your own images: check them, then serve until the run is over.
+    """Take part in a federation with your own images: check them, then serve until the run is over; then you have the
+    model, and a report of what it is worth on your own test data.
 
     Example:  [bold]fedmll join federation.example.org:8000 --name hospital-a --csv labels.csv --images scans[/]
     """
-    from fedmll.cli import display
     from fedmll.deploy import joining, keys
     from fedmll.deploy.approval import Limits
-    from fedmll.deploy.site import Site, check
+    from fedmll.deploy.site import Site
     from fedmll.methods import find
 
     load_files(plugins)
@@ -109,17 +119,28 @@ def join(
         not yes,
         keep_cache,
         renamed_in(rename),
+        None if out is None else out.resolve(),
     )
+    take_part(site, joining.Access(server, None if insecure else ca, private, patience, passphrase), insecure, report)
+
+
+def take_part(site: Site, access: Access, insecure: bool, report: bool = True) -> None:
+    """What `check` finds stops it, all of it at once; then serve."""
+    from fedmll.cli import display
+    from fedmll.deploy import checking, joining
+
     with display.RunProgress(0) as progress:
-        summary = check(site, progress.preparing)
-    display.console.print(display.site_table(name, summary))
-    for note in summary.notes:
-        display.say(note)
+        found = checking.check_site(site, None, access, progress.preparing, reach=False)
+    if found.summary is not None:
+        display.console.print(display.site_table(site.name, found.summary))
+    for text in found.of("warning"):
+        display.say(f"warning: {text}")
+    if found.errors:
+        raise DataError("\n".join(found.of("error")))
     if insecure:
         display.errors.print(INSECURE)
-    access = joining.Access(server, None if insecure else ca, private, patience, passphrase)
     with stoppable("the same command: nothing is lost"):
-        joining.join(site, access, display.say)
+        joining.join(site, access, display.say, report, display.RunProgress(0).preparing)
 
 
 def check(

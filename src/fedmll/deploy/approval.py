@@ -68,10 +68,13 @@ def described(task: Task, training: int, held_out: int, memory: float) -> list[t
     batch, epochs = experiment.training.batch_size, experiment.training.local_epochs
     method = make(task)
     more = [part.name for part in method.list if part is not method.mean and _replies(part)]
-    unusual = " (unusually many)" if held_out > LARGE_SHARE * (training + held_out) else ""
+    unusual = " (unusually many)" if training and held_out > LARGE_SHARE * (training + held_out) else ""
     return [
         ("method", experiment.method.name),
-        ("rounds", f"{experiment.training.rounds}, each {epochs} × over your images"),
+        (
+            "rounds",
+            f"{experiment.training.rounds}, each {epochs} × over {'your images' if training else 'others’ images'}",
+        ),
         ("batch", f"{batch}{' (unusually small)' if batch < SMALL_BATCH else ''}"),
         ("your images", f"{training} to train on, {held_out} held out for tests{unusual}"),
         ("image size", " × ".join(map(str, task.sample_shape))),
@@ -82,7 +85,12 @@ def described(task: Task, training: int, held_out: int, memory: float) -> list[t
             "your name, numbers of images, the names of the classes you annotate, a digest of the data, a few numbers "
             "of what is frozen in the model",
         ),
-        ("leaves a round", "the trained weights, loss, number of images and steps" + _listed("; of the parts: ", more)),
+        (
+            "leaves a round",
+            "the trained weights, loss, number of images and steps" + _listed("; of the parts: ", more)
+            if training
+            else "nothing: you only validate",
+        ),
         (
             "leaves a test",
             "metrics of the common model on your held-out images, and for each class how many of them have which score"

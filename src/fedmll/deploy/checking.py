@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import http.client
 import json
 import shutil
-import ssl
 import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -26,11 +23,10 @@ from fedmll.data.images.labels_csv import PATIENT_COLUMNS, LabelTable
 from fedmll.data.images.reading import some
 from fedmll.deploy import certificates, joining
 from fedmll.deploy.private import UnsupportedAlgorithm, private_key
-from fedmll.deploy.site import Site, Summary, check, labels_of
-from fedmll.errors import FedmllError, nearest
+from fedmll.deploy.site import Site, Summary, check, labels_of, strangers
+from fedmll.errors import FedmllError
 from fedmll.experiment import Experiment
 
-CLOCK_SECONDS = 10  # a message that seems older than this may be refused
 SPARE_BYTES = 200_000_000  # beside the prepared images: models, memory, logs
 PACKAGES = ("fedmll", "flwr", "torch")
 Level = Literal["good", "warning", "error"]
@@ -52,6 +48,9 @@ class Checked:
     def errors(self) -> int:
         return sum(finding.level == "error" for finding in self.findings)
 
+    def of(self, level: Level) -> list[str]:
+        return [finding.text for finding in self.findings if finding.level == level]
+
     def write(self, file: Path) -> None:
         """For who looks after the machine: no patient, image or label is in it beyond what is wrong with them."""
         found = {"errors": self.errors, "findings": [asdict(finding) for finding in self.findings]}
@@ -59,9 +58,14 @@ class Checked:
 
 
 def check_site(
-    site: Site, study: Experiment | None = None, access: joining.Access | None = None, progress: Progress = silent
+    site: Site,
+    study: Experiment | None = None,
+    access: joining.Access | None = None,
+    progress: Progress = silent,
+    reach: bool = True,
 ) -> Checked:
-    """`study`: the experiment as its operator sent it. `access`: the server to be reached, with which keys."""
+    """`study`: the experiment as its operator sent it. `access`: the server to be reached, with which keys; it is not
+    tried with `reach` off: `join` waits for a server that is not there yet."""
     findings, summary = [_versions()], None
     try:
         summary = check(site, progress)
@@ -81,29 +85,21 @@ def check_site(
         findings.append(_disk(site, len(table.paths), study))
     if access is not None:
         findings += _keys(access)
-        if access.ca is None or access.ca.is_file():
+        if reach and (access.ca is None or access.ca.is_file()):
             findings += _server(access)
     return Checked(findings, summary)
 
 
 def _names(table: LabelTable, classes: Sequence[str]) -> list[Finding]:
     lacking = [name for name in classes if name not in table.classes]
-    alike = {_letters(name): name for name in lacking}
-    found = []
-    for name in table.classes:
-        if name not in classes:
-            same = alike.get(_letters(name))
-            meant = f"; did you mean '{same}'?" if same is not None else nearest(name, lacking or classes)
-            advice = "Rename it in a file for --rename, or leave the column out with --ignore."
-            found.append(Finding("classes", "error", f"'{name}' is no class of the study{meant} {advice}"))
+    advice = "Rename it in a file for --rename, or leave the column out with --ignore."
+    found = [
+        Finding("classes", "error", f"'{name}' is no class of the study{meant} {advice}")
+        for name, meant in strangers(table.classes, classes)
+    ]
     if lacking:
         found.append(Finding("classes", "warning", f"not annotated here, so unknown: {', '.join(lacking)}"))
     return found or [Finding("classes", "good", f"the study's {len(classes)} classes, all of them")]
-
-
-def _letters(name: str) -> str:
-    """Without what spellings differ in."""
-    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _columns(table: LabelTable) -> list[Finding]:
@@ -205,32 +201,11 @@ def _server(access: joining.Access) -> list[Finding]:
     except FedmllError as error:
         return [Finding("server", "error", str(error))]
     said = f"{access.server} answers" + ("" if access.ca is None else ", with a certificate of your CA")
-    found, off = [Finding("server", "good", said)], _clock(access)
+    found, off = [Finding("server", "good", said)], joining.seconds_ahead(access)
     if off is not None:
-        way = "ahead of" if off > 0 else "behind"
-        text = f"this machine is {abs(off):.0f} s {way} the server"
-        text += "" if abs(off) <= CLOCK_SECONDS else ": set its clock (NTP), or its messages are refused as not fresh"
-        found.append(Finding("clock", "good" if abs(off) <= CLOCK_SECONDS else "error", text))
+        level: Level = "good" if abs(off) <= joining.CLOCK_SECONDS else "error"
+        found.append(Finding("clock", level, joining.clock_words(off)))
     return found
-
-
-def _clock(access: joining.Access) -> float | None:
-    """Seconds that this machine is ahead of the server, whose answers are dated; None: it does not say."""
-    host, port = access.host_and_port
-    connection: http.client.HTTPConnection
-    if access.ca is None:
-        connection = http.client.HTTPConnection(host, port, timeout=joining.LOOK_SECONDS)
-    else:
-        context = ssl.create_default_context(cafile=str(access.ca))
-        connection = http.client.HTTPSConnection(host, port, timeout=joining.LOOK_SECONDS, context=context)
-    try:
-        connection.request("GET", "/")
-        theirs = parsedate_to_datetime(connection.getresponse().getheader("date", ""))
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
-    return (datetime.datetime.now(datetime.UTC) - theirs).total_seconds()
 
 
 def _versions() -> Finding:

@@ -5,25 +5,30 @@ waiting (a key that the server does not know, a certificate that does not hold) 
 
 from __future__ import annotations
 
+import datetime
+import http.client
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
+from fedmll.data.images.cache import Progress, silent
 from fedmll.deploy import keys, turned_away
 from fedmll.deploy.audit import Audit
 from fedmll.deploy.estimate import GIGABYTE
 from fedmll.deploy.own_folder import FLOWER, clear_cache, occupied, private
 from fedmll.deploy.sentences import plain
 from fedmll.deploy.site import Site
-from fedmll.deploy.site_worker import remember_site
+from fedmll.deploy.site_worker import SiteWorker, remember_site
 from fedmll.errors import ConfigError, FederationError
 from fedmll.running.observers import INTERRUPTED
 
 LOOK_SECONDS = 5
+CLOCK_SECONDS = 10  # a message that seems older than this may be refused
 RESTART_SECONDS = 1
 LAST_WORD_SECONDS = 2
 
@@ -55,8 +60,11 @@ class Access:
         return {"key": keys.mark_of(self.key, self.passphrase), "ca": keys.fingerprint(self.ca.read_bytes())}
 
 
-def join(site: Site, access: Access, show: Callable[[str], None]) -> None:
-    """Serve the federation until the run is over. What it writes is for its owner only; prepared images do not stay."""
+def join(
+    site: Site, access: Access, show: Callable[[str], None], report: bool = False, progress: Progress = silent
+) -> None:
+    """Serve the federation until the run is over; then, if wanted, report what it was worth here. What it writes is for
+    its owner only; prepared images do not stay."""
     for path in (access.ca, access.key):
         if path is not None and not path.is_file():
             raise ConfigError(f"{path} does not exist; `fedmll keys` makes keys and says what to send to whom.")
@@ -66,7 +74,11 @@ def join(site: Site, access: Access, show: Callable[[str], None]) -> None:
     with private(), occupied(site.memory, site.name):
         try:
             with audited(site, access, show):
-                _serve(site, access, show)
+                worker = _serve(site, access, show)
+            if report and worker is not None:
+                from fedmll.deploy.worth import report_at_the_end
+
+                report_at_the_end(worker, show, progress)
         finally:
             if not site.keep_cache:
                 clear_cache(site.memory)
@@ -87,12 +99,16 @@ def audited(site: Site, access: Access, show: Callable[[str], None]) -> Iterator
     show(f"{audit.path}: the last hash is {audit.last}")
 
 
-def _serve(site: Site, access: Access, show: Callable[[str], None]) -> None:
+def _serve(site: Site, access: Access, show: Callable[[str], None]) -> SiteWorker | None:
+    """The worker that has the common model, if it came."""
     from fedmll.deploy.flower.executor import Executor
     from fedmll.deploy.flower.processes import Child, Node, free_port, new_secret
     from fedmll.deploy.flower.site_app import standing
 
     look(access, show)
+    off = seconds_ahead(access)
+    if off is not None and abs(off) > CLOCK_SECONDS:
+        show(f"warning: {clock_words(off)}")
     folder = site.memory / FLOWER
     site_file, secret = folder / "site.json", new_secret(folder)
     remember_site(site, site_file)
@@ -120,8 +136,8 @@ def _serve(site: Site, access: Access, show: Callable[[str], None]) -> None:
         if standing.declined:
             raise FederationError(standing.declined)
         if executor.over and standing.farewell:
-            show("the run is over")
-            return
+            show("the run is over" if standing.worker else "the run is over; the common model did not come")
+            return standing.worker
         _explain(site, access, child.said())
         if executor.served:
             deadline = time.monotonic() + access.patience
@@ -158,6 +174,31 @@ def look(access: Access, show: Callable[[str], None]) -> None:
                 show(f"{access.server} is not there yet ({error}); waiting")
                 told = True
             time.sleep(RESTART_SECONDS)
+
+
+def seconds_ahead(access: Access) -> float | None:
+    """That this machine is ahead of the server, whose answers are dated; None: it does not say."""
+    host, port = access.host_and_port
+    connection: http.client.HTTPConnection
+    if access.ca is None:
+        connection = http.client.HTTPConnection(host, port, timeout=LOOK_SECONDS)
+    else:
+        context = ssl.create_default_context(cafile=str(access.ca))
+        connection = http.client.HTTPSConnection(host, port, timeout=LOOK_SECONDS, context=context)
+    try:
+        connection.request("GET", "/")
+        theirs = parsedate_to_datetime(connection.getresponse().getheader("date", ""))
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+    return (datetime.datetime.now(datetime.UTC) - theirs).total_seconds()
+
+
+def clock_words(off: float) -> str:
+    text = f"this machine is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the server"
+    wrong = ": set its clock (NTP), or its messages are refused as not fresh"
+    return text + ("" if abs(off) <= CLOCK_SECONDS else wrong)
 
 
 def _shake_hands(plain: socket.socket, host: str, access: Access) -> None:

@@ -99,7 +99,7 @@ def join_command(rehearsal: Rehearsal, name: str, server: str, insecure: bool) -
     folder = rehearsal.folder / name
     command = [sys.executable, "-m", "fedmll", "join", server, "--name", name]
     command += ["--csv", str(folder / "labels.csv"), "--images", str(folder / "images")]
-    command += ["--memory", str(folder / "memory"), "--patience", "120", "--yes", "--min-images", "1"]
+    command += ["--memory", str(folder / "memory"), "--patience", "120", "--yes", "--min-images", "1", "--no-report"]
     command += [word for file in rehearsal.experiment.plugins for word in ("--plugin", file)]
     command += [word for file in telling.files_named(rehearsal.experiment) for word in ("--weights", str(file))]
     if insecure:

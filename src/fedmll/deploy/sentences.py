@@ -19,6 +19,8 @@ SENTENCES = {
     "memory": "it has lost its memory of the round that the run goes on from; it sees what to do",
     "disk": "its disk is full; it sees which",
     "training": "it could not do its round; it sees why",
+    "model": "it did not take the model that it was sent; it sees why",
+    "validates": "it only validates, and does not train",
     "message": "it was sent something that it cannot read",
     "internal": "an internal error; it sees the details",
 }

@@ -36,6 +36,8 @@ from fedmll.experiment import Experiment
 from fedmll.methods import find, make
 from fedmll.models.flat import frozen_sketch
 from fedmll.running import loop
+from fedmll.running.folder import MODEL
+from fedmll.running.model import load_model
 from fedmll.running.observers import Observer, Result
 from fedmll.settings import NO_DATA
 
@@ -61,7 +63,7 @@ def serve(
     _check_start(experiment, server)
     if server.keys is not None:
         keys.server_files(Path(server.keys))
-        keys.registered(Path(server.keys), server.taking_part)
+        keys.registered(Path(server.keys), server.invited)
         passphrase_of(Path(server.keys) / "server.key", passphrase_file)
         server = replace(server, keys=str(Path(server.keys).resolve()))
     loop.check_vacant(out)
@@ -90,13 +92,13 @@ def go_on(out: Path, observer: Observer | None = None, passphrase_file: Path | N
             folder = Path(server.keys)
             certificate, key, ca = keys.server_files(folder)
             passphrase = passphrase_of(key, passphrase_file)
-            nodes, revoked = keys.registered(folder, server.taking_part), str(folder / keys.REVOKED)
+            nodes, revoked = keys.registered(folder, server.invited), str(folder / keys.REVOKED)
             link = replace(link, nodes=nodes, certificate=str(certificate), key=str(key), ca=str(ca))
             link = replace(link, passphrase=passphrase, revoked=revoked)
             for note in certificates.ending(folder):
                 journal.say(note)
         with own_link(link, journal.say) as connected:
-            journal.say(f"listening on {server.host}:{server.port}, waiting for {', '.join(server.taking_part)}")
+            journal.say(f"listening on {server.host}:{server.port}, waiting for {', '.join(server.invited)}")
             return drive(connected.grid, experiment, server, out, observer, connected.alive)
 
 
@@ -132,8 +134,8 @@ def _drive(
     known = out / setting.SITES
     sets = _label_sets(server, classes) if method.private else None
     roster = Roster(
-        grid, server.taking_part, server.keys is not None, setup.to_json(), known, say, classes, frozen,
-        label_sets=sets, record=desk.record, bars=desk.bars,
+        grid, server.taking_part, server.keys is not None, setup.to_json(), known, say, classes, frozen, sets,
+        server.validators, record=desk.record, bars=desk.bars,
     )  # fmt: skip
     _wait(roster, server, alive, setting.begun(out))
     prepared = _federation(experiment, server, roster.introductions, mine)
@@ -155,6 +157,7 @@ def _drive(
         return engine
 
     result = loop.resume(out, observer=observer, prepared=prepared, make_engine=make_engine)
+    engines[0].hand_over(load_model(out / MODEL), {})
     desk.end("finished")
     engines[0].farewell(desk.audit.last)
     return result
@@ -162,7 +165,7 @@ def _drive(
 
 def _label_sets(server: Server, classes: Sequence[str]) -> labels.Registered | None:
     """Without keys nobody is who he says he is, and there is nothing to register with."""
-    return None if server.keys is None else labels.registered(Path(server.keys), server.clients, classes)
+    return None if server.keys is None else labels.registered(Path(server.keys), server.everybody, classes)
 
 
 def settled(experiment: Experiment, shape: tuple[int, ...]) -> Experiment:
@@ -250,7 +253,7 @@ def _wait(roster: Roster, server: Server, alive: Callable[[], None], begun: bool
     while True:
         alive()
         roster.update()
-        now, here = time.monotonic(), len(roster.members)
+        now, here = time.monotonic(), sum(name in server.taking_part for name in roster.members)
         came = [name for name in server.taking_part if name in roster.introductions]
         ready = len(came) >= server.needed and here >= server.min_clients
         if ready:
@@ -274,7 +277,7 @@ def _federation(
     """The federation as the server knows it: sizes and classes, not a single training sample."""
     from fedmll.deploy.flower.coming import with_sites
 
-    classes, clients = mine.test.classes, len(server.clients)
+    classes, clients = mine.test.classes, len(server.everybody)
     nothing = Dataset(mine.test.store[:0], np.zeros((0, len(classes)), np.int8), classes, np.zeros(0, np.int64))
     data = federation.Federation(
         experiment,
@@ -284,7 +287,7 @@ def _federation(
         validation=nothing,
         held_out=nothing,
         held_out_owner=np.zeros(0, np.int64),
-        names=server.clients,
+        names=server.everybody,
         samples=(),
         annotated=np.zeros((clients, len(classes)), bool),
         allowed=np.ones((clients, len(classes)), bool),
@@ -294,4 +297,5 @@ def _federation(
         pooled_rows=np.zeros(0, np.int64),
         decided={},
     )
-    return with_sites(data, introductions)
+    training = {name: told for name, told in introductions.items() if name in server.clients}
+    return with_sites(data, training)

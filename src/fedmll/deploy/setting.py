@@ -31,6 +31,7 @@ class Server:
     tries: int = 3  # of a round that gets too few replies
     max_share: float = 1.0  # of one client in an average by size, among those who are asked
     dropped: tuple[str, ...] = ()  # takes no further part, and keeps its place in the list
+    validators: tuple[str, ...] = ()  # they only test the common model, and are no clients
     start_with: int | None = None  # clients that must have come before round 1; None: all
     status: str | None = None  # HOST:PORT of the operator's page
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -38,10 +39,10 @@ class Server:
     def __post_init__(self) -> None:
         if not self.clients:
             raise ConfigError("--clients names nobody; write for example --clients hospital-a,hospital-b.")
-        for name in self.clients:
+        for name in self.everybody:
             keys.check_name(name)
-        if len(set(self.clients)) != len(self.clients):
-            raise ConfigError("--clients names somebody twice; each client needs a name of its own.")
+        if len(set(self.everybody)) != len(self.everybody):
+            raise ConfigError("--clients and --validators name somebody twice; each needs a name of its own.")
         if not 1 <= self.min_clients <= len(self.taking_part):
             raise ConfigError(f"--min-clients {self.min_clients} is not possible with {len(self.taking_part)} clients.")
         if not self.min_clients <= self.needed <= len(self.taking_part):
@@ -59,6 +60,15 @@ class Server:
     @property
     def taking_part(self) -> tuple[str, ...]:
         return tuple(name for name in self.clients if name not in self.dropped)
+
+    @property
+    def everybody(self) -> tuple[str, ...]:
+        """Who may connect has a key here; validators come after the clients."""
+        return (*self.clients, *self.validators)
+
+    @property
+    def invited(self) -> tuple[str, ...]:
+        return (*self.taking_part, *self.validators)
 
     @property
     def needed(self) -> int:

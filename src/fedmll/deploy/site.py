@@ -43,6 +43,8 @@ class Site:
     asks: bool = False  # a person approves every experiment at the terminal; off: approved beforehand
     keep_cache: bool = False  # prepared images stay in the memory folder when the run is over
     rename: tuple[tuple[str, str], ...] = ()  # its own names of classes, and the study's
+    out: Path | None = None  # where the common model and its report go; None: the memory folder
+    validates: bool = False  # it only tests the common model, and never trains
 
     @property
     def reading(self) -> Reading:
@@ -54,6 +56,8 @@ class SiteData:
     train: Dataset
     held_out: Dataset  # its own test data: rows marked validation or test, or a share drawn by the seed
     annotated: NDArray[np.bool_]  # (C,): it knows at least one label
+    split: NDArray[np.int8] | None = None  # of the held-out rows, where the file says it: VALIDATION or TEST
+    window: tuple[float, float] | None = None  # the values that became 0 and 255, of images of more than 8 bits
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,13 @@ def load(
     if classes is None:
         own = sorted(np.flatnonzero(annotated).tolist(), key=names.__getitem__)  # the order of a private client's rows
         labels, names, annotated = labels[:, own], tuple(names[column] for column in own), annotated[own]
-    samples = Dataset(_as_shape(site, found.store, tuple(shape)), labels, names, found.rows)
+    store = _as_shape(site, found.store, tuple(shape))
+    samples = Dataset(store, labels, names, found.rows, patients=table.patients)
     train, held_out = _divided(site, table, seed, holdout)
-    if _all_blank(samples.subset(train)):
+    if _all_blank(samples.subset(held_out if site.validates else train)):
         raise _nothing_to_see(site)
-    return SiteData(samples.subset(train), samples.subset(held_out), annotated)
+    split = None if table.split is None else table.split[held_out]
+    return SiteData(samples.subset(train), samples.subset(held_out), annotated, split, found.window)
 
 
 def sizes(site: Site, seed: int, holdout: float) -> tuple[int, int]:
@@ -141,6 +147,24 @@ def own_classes(site: Site) -> tuple[str, ...]:
     table = labels_of(site)
     known = (table.labels != UNKNOWN).any(0)
     return tuple(sorted(name for name, any_known in zip(table.classes, known, strict=True) if any_known))
+
+
+def strangers(own: Sequence[str], classes: Sequence[str]) -> list[tuple[str, str]]:
+    """Classes of a site that a study does not have, each with the likely spelling."""
+    lacking = [name for name in classes if name not in own]
+    alike = {_letters(name): name for name in lacking}
+    found = []
+    for name in own:
+        if name not in classes:
+            same = alike.get(_letters(name))
+            meant = f"; did you mean '{same}'?" if same is not None else nearest(name, lacking or classes)
+            found.append((name, meant))
+    return found
+
+
+def _letters(name: str) -> str:
+    """Without what spellings differ in."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def load_test(
@@ -180,7 +204,11 @@ def _check_folder(site: Site) -> None:
 
 
 def _divided(site: Site, table: LabelTable, seed: int, holdout: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows to train on, and held out."""
+    """Rows to train on, and held out: where nobody trains, all but those that are marked for it."""
+    if site.validates:
+        rows = np.arange(len(table.paths))
+        marked = rows if table.split is None else np.flatnonzero(table.split != TRAIN)
+        return rows[:0], marked if len(marked) else rows
     if table.split is not None:
         train, held_out = np.flatnonzero(table.split == TRAIN), np.flatnonzero(table.split != TRAIN)
     else:
@@ -229,11 +257,14 @@ def _columns(table: LabelTable, classes: Sequence[str]) -> NDArray[np.int8]:
 
 def _aligned(site: Site, table: LabelTable, classes: tuple[str, ...]) -> NDArray[np.int8]:
     """The labels in the federation's order of classes. What the site does not annotate is unknown."""
-    strange = next((name for name in table.classes if name not in classes), None)
-    if strange is not None:
+    strange = [
+        f"the class '{name}', which this federation does not have{meant}"
+        for name, meant in strangers(table.classes, classes)
+    ]
+    if strange:
         raise DataError(
-            f"'{site.csv}' has the class '{strange}', which this federation does not have{nearest(strange, classes)} "
-            "Rename the column, or choose the columns to use with --classes."
+            f"'{site.csv}' has {' and '.join(strange)} Rename the columns (--rename), or choose those to use with "
+            "--classes."
         )
     # --classes says what the site annotates: the `A|B|C` form speaks of no other class
     return _columns(replace(table, listed=table.listed and not site.classes), classes)

@@ -16,7 +16,7 @@ from fedmll import files
 from fedmll.client import Client, Task
 from fedmll.data.digest import digest_of
 from fedmll.data.images.cache import images_in, silent
-from fedmll.deploy import approval, own_folder, site
+from fedmll.deploy import approval, handing, own_folder, site
 from fedmll.deploy.approval import Limits
 from fedmll.deploy.estimate import GIGABYTE, bytes_needed
 from fedmll.deploy.sentences import Refused
@@ -30,6 +30,7 @@ from fedmll.evaluation.histograms import few, histograms
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.models.flat import frozen_sketch
+from fedmll.running.model import SavedModel
 
 SMALLEST_GROUP = 5  # images that a class's mean or sum must be of before it leaves the site
 SMALLEST_COUNT = 10  # positives, and negatives, that a class must have before its histograms leave the site
@@ -88,7 +89,8 @@ class SiteWorker:
         self._agree(setup, task, share, show)
         with own_folder.private(), images_in(where.memory / own_folder.CACHE):
             self.data = site.load(where, setup.classes, setup.shape, experiment.seed, share)
-            where.limits.check_images(len(self.data.train))  # without what had to be left out
+            if not where.validates:
+                where.limits.check_images(len(self.data.train))  # without what had to be left out
             self.learner = Learner(replace(task, classes=self.data.train.classes))
             parts = {"train": self.data.train, "held_out": self.data.held_out}
             self.digest = digest_of({"training": self.data.train, "held-out": self.data.held_out}, every_image=True)
@@ -100,12 +102,13 @@ class SiteWorker:
         where, limits = self.site, self.site.limits
         limits.check_settings(task.experiment)
         training, held_out = site.sizes(where, task.seed, share)
-        limits.check_images(training)
-        key = (setup.to_json(), self.site.name, training, limits.max_memory)
+        if not where.validates:
+            limits.check_images(training)
+        key = (setup.to_json(), self.site.name, training, held_out, limits.max_memory)
         if key not in _estimates:
             if len(_estimates) >= MOST_ESTIMATES:
                 _estimates.clear()
-            _estimates[key] = bytes_needed(task, training, limits.max_memory * GIGABYTE)
+            _estimates[key] = bytes_needed(task, training or held_out, limits.max_memory * GIGABYTE)
         asked = {name: value for name, value in setup.__dict__.items() if name != "run"}
         rows = approval.described(task, training, held_out, _estimates[key])
         confirm = approval.at_terminal if where.asks else approval.beforehand
@@ -126,6 +129,8 @@ class SiteWorker:
     def train(self, message: Message, round: int, base: int | None, keep: Sequence[int] | None) -> tuple[Message, bool]:
         """One round, from the memory after round `base`; the reply, and whether there is a memory now. Memories that no
         checkpoint of the server needs (`keep`; None: it does not know) are deleted."""
+        if self.site.validates:
+            raise Refused("validates", "The server asks this site to train, and it only validates.")
         owned = torch.from_numpy(self.data.annotated)
         learner = self.learner
         client = Client(
@@ -174,6 +179,12 @@ class SiteWorker:
         values = metrics.evaluate(scores, data.labels, data.classes).values
         return Message({COUNTS: torch.from_numpy(counts)}, values)
 
+    def take(self, message: Message, digest: object) -> SavedModel:
+        """The common model, when the run is over."""
+        folder = self.site.out or self.site.memory
+        with own_folder.private():
+            return handing.taken(message, digest, self.learner, self.data.window, folder)
+
 
 def forget(where: Site, run: str) -> None:
     """The run is over."""
@@ -191,6 +202,7 @@ def recall_site(path: Path) -> Site:
     values = json.loads(path.read_text())
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     values |= {name: Path(values[name]) for name in ("csv", "images", "memory")}
+    values["out"] = None if values.get("out") is None else Path(values["out"])
     values["files"] = tuple(map(Path, values.get("files", ())))
     values["rename"] = tuple((own, theirs) for own, theirs in values.get("rename", ()))
     limits = values.get("limits", {})

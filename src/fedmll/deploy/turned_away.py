@@ -12,6 +12,8 @@ TOLD = re.compile(rf"\[code: {CODE}\] fedmll refuses: ([a-z]+)(?: (-?[0-9]{{1,12
 # What the roster finds wrong with an introduction → its short name, and what the client is told
 WRONG = {
     "calls itself": ("name", "your key belongs to another name; join with the --name that the operator gave you"),
+    "it only validates": ("validating", "you are a client of this run; take part by `fedmll join`"),
+    "it trains, and": ("training", "you only validate in this run; come by `fedmll validate`"),
     "not among the clients": ("uninvited", "this run does not take your name; ask its operator"),
     "excluded by the operator": (
         "excluded",

@@ -47,13 +47,13 @@ class Redrawn:
         samples, classes = self.scores.shape
         place = np.arange(samples)
         self.classes = [
-            _Ranks(self.scores[:, column], self.targets[:, column], place, samples)
+            Ranks(self.scores[:, column], self.targets[:, column], place, samples)
             for column in range(classes if self._asked(RANKED) else 0)
         ]
         self.pooled = None
         if self._asked(POOLED):
             every = np.repeat(place, classes)
-            self.pooled = _Ranks(self.scores.ravel(), self.targets.ravel(), every, samples)
+            self.pooled = Ranks(self.scores.ravel(), self.targets.ravel(), every, samples)
 
     def _asked(self, family: Sequence[str]) -> bool:
         return any(name in family for name in self.names)
@@ -114,7 +114,7 @@ class Redrawn:
         return {name: np.array(values) for name, values in found.items()}
 
 
-class _Ranks:
+class Ranks:
     """Scores of one class (or of all as one), ranked. An entry counts as its sample does."""
 
     def __init__(

@@ -94,7 +94,7 @@ def page(study: Study, charts: Sequence[Chart], table: Results | None, seen: Seq
     shared, differ = common(study.rows)
     data = to_json({"charts": [chart.as_json for chart in charts]}).replace("<", "\\u003c")
     every = len(study.runs) + len(study.trials)
-    return _template().render(
+    return template("page.html.jinja").render(
         title=study.title,
         about=f"A report of {counted(every, 'run')}, by fedmll {version('fedmll')}.",
         paragraph=paragraph(study),
@@ -107,17 +107,17 @@ def page(study: Study, charts: Sequence[Chart], table: Results | None, seen: Seq
         lost=[*study.lost, *study.damaged],
         footer="Everything above is from the files in the runs' folders. This page loads nothing from elsewhere.",
         data=Markup(data),
-        css=Markup(_part("page.css")),
-        script=Markup(_part("page.js")),
+        css=Markup(part_of("page.css")),
+        script=Markup(part_of("page.js")),
     )
 
 
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(_part("page.html.jinja"))
+    return environment.from_string(part_of(name))
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
     return resources("fedmll.report").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -71,16 +71,23 @@ def tune(run: SavedRun, goal: str = "f1", calibrate: Calibration = "none") -> Tu
     choose = thresholds_for(goal)
     kept = read_predictions(run.folder / PREDICTIONS, "validation")  # as they were before any calibration
     counts = histograms(kept.probabilities, kept.targets)
-    by = None if calibrate == "none" else calibration.fitted(counts, calibrate)
-    thresholds = choose(counts)
-    cut = Confusion(np.stack(_cells(counts, thresholds)).astype(np.float64))
-    if by is not None:
-        by[by[:, 0] <= 0] = (1, 0)  # the model ranks such a class the wrong way round: no probability says that
-        thresholds = np.where((thresholds > 0) & (thresholds < 1), recalibrated(thresholds[None], by)[0], thresholds)
+    cut = Confusion(np.stack(_cells(counts, choose(counts))).astype(np.float64))
+    thresholds, by = chosen(counts, choose, calibrate)
     _store(run.model, thresholds, by, goal)
     before = calibration.reliability(counts)
     after = None if by is None else calibration.reliability(calibration.calibrated(counts, by))
     return Tuned(kept.classes, goal, thresholds, cut, before, after)
+
+
+def chosen(counts: Ints, choose: Callable[[Ints], Floats], calibrate: Calibration) -> tuple[Floats, Floats | None]:
+    """Thresholds, and a and b of σ(a z + b) if it is calibrated, after which the thresholds are of those values."""
+    thresholds = choose(counts)
+    if calibrate == "none":
+        return thresholds, None
+    by = calibration.fitted(counts, calibrate)
+    by[by[:, 0] <= 0] = (1, 0)  # the model ranks such a class the wrong way round: no probability says that
+    inside = (thresholds > 0) & (thresholds < 1)
+    return np.where(inside, recalibrated(thresholds[None], by)[0], thresholds), by
 
 
 def _cells(counts: Ints, thresholds: Floats) -> tuple[Ints, ...]:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from fedmll.client import Peer
 from fedmll.data.federation import Federation
-from fedmll.deploy.flower.roster import Introduction
+from fedmll.deploy.flower.roster import Introduction, Roster
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError, ReplyRefused
 
@@ -30,10 +31,20 @@ def peers_of(learner: Learner, data: Federation, here: Here) -> list[Peer]:
     return [peer for peer in learner.peers(with_sites(data, here)) if peer.name in here]
 
 
+def validating(data: Federation, roster: Roster) -> list[Peer]:
+    """Who only tests, and has come."""
+    came, classes = roster.introductions, data.test.classes
+    return [
+        Peer(place, name, torch.tensor([label in came[name].classes for label in classes]))
+        for place, name in enumerate(data.names)
+        if name in roster.validators and name in came
+    ]
+
+
 def check_newcomer(learner: Learner, data: Federation, here: Here) -> None:
     """What ends a start must not end a run: a client that the method cannot work with is refused when it comes late."""
     try:
-        learner.method.begin(peers_of(learner, data, here))
+        learner.method.begin(peers_of(learner, data, {name: told for name, told in here.items() if told.samples}))
     except ConfigError as error:
         raise ReplyRefused(f"the method cannot take it in: {error}") from None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,16 @@ from fedmll.client import Peer, Reply, task_of
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
 from fedmll.deploy.flower import evaluating, processes
-from fedmll.deploy.flower.coming import check_newcomer, peers_of, with_sites
+from fedmll.deploy.flower.coming import check_newcomer, peers_of, validating, with_sites
+from fedmll.deploy.flower.giving import hand_over
 from fedmll.deploy.flower.hearing import capped
 from fedmll.deploy.flower.judging import FEWEST, Round
 from fedmll.deploy.flower.port import expect_replies
 from fedmll.deploy.flower.post import Post
 from fedmll.deploy.flower.records import to_records
 from fedmll.deploy.flower.roster import Roster
-from fedmll.deploy.flower.site_app import BYE, EVALUATE, TRAIN
+from fedmll.deploy.flower.site_app import BYE, EVALUATE, MODEL, TRAIN
+from fedmll.deploy.handing import Own
 from fedmll.engines.learner import Learner
 from fedmll.engines.local import choose_device
 from fedmll.errors import RoundSpoilt, TooFewReplies, printable
@@ -34,6 +36,7 @@ from fedmll.evaluation.histograms import evaluate_counts
 from fedmll.evaluation.pooled import POOLED, SITES, VALIDATED, Evaluation, evaluate_pooled
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Like
+from fedmll.running.model import SavedModel
 
 POLL_SECONDS = 0.2
 BYE_SECONDS = 20
@@ -83,7 +86,8 @@ class FlowerEngine:
         self.post = Post(
             roster, round_timeout, alive, self._expected_reply, partial(expect_replies, folder / processes.FOLDER)
         )
-        self.learner = Learner(task_of(federation, choose_device(federation.experiment.engine.device)))
+        task = task_of(federation, choose_device(federation.experiment.engine.device))
+        self.learner = Learner(replace(task, clients=len(federation.names) - len(roster.validators)))
         self.method = self.learner.method
         self.federation = self.learner.federation(federation, progress)
         self.gathered(federation.experiment.training.rounds + 1)
@@ -109,6 +113,10 @@ class FlowerEngine:
         self.federation = with_sites(self.federation, here)
         self.peers = peers_of(self.learner, self.federation, here)
         return self.federation
+
+    @property
+    def validators(self) -> list[Peer]:
+        return validating(self.federation, self.roster)
 
     def audit(self) -> dict[str, float | Tensor]:
         return {}  # only a simulation knows the truth
@@ -205,6 +213,8 @@ class FlowerEngine:
     def _expected_reply(self, kind: str, peer: Peer, message: Message) -> dict[str, Like]:
         if kind == TRAIN:
             return self.method.expects(message, self.number)
+        if kind == MODEL:
+            return {}
         return evaluating.expected_of(peer, self.roster.introductions[peer.name].held_out, self.method.private)
 
     # ---- evaluation
@@ -231,7 +241,7 @@ class FlowerEngine:
         return Evaluation(values, report if found else together, clients, found)
 
     def _ask_sites(self, message: Message) -> list[Reply]:
-        asked = [peer for peer in self.peers if peer.name not in self.left_out]
+        asked = [peer for peer in (*self.peers, *self.validators) if peer.name not in self.left_out]
         peers = [peer for peer in asked if self.roster.introductions[peer.name].held_out]
 
         def letter(peer: Peer) -> tuple[Message, dict[str, Any]]:
@@ -251,6 +261,10 @@ class FlowerEngine:
         return evaluate_counts(counts, classes)
 
     # ---- the end
+
+    def hand_over(self, model: SavedModel, own: Own) -> None:
+        """Give everybody the model, with what `own` has for a site."""
+        hand_over(self.post, self.learner, [*self.peers, *self.validators], model, own)
 
     def farewell(self, audit: str = "") -> None:
         """Tell everybody that the run is over, and how the audit ends; who does not hear it notices that the server

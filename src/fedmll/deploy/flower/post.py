@@ -57,10 +57,11 @@ class Post:
         peers: Sequence[Peer],
         letter: Letter,
         needed: int,
+        seconds: float | None = None,
     ) -> Iterator[Answer]:
         """Send each peer its letter and give the good replies in the peers' order, until all answered or are gone, or
-        the deadline is over. A node that came back meanwhile is asked again."""
-        deadline = time.monotonic() + self.round_timeout
+        the deadline (`seconds`, or the round's) is over. A node that came back meanwhile is asked again."""
+        deadline = time.monotonic() + (seconds or self.round_timeout)
         answers: Answers = {peer.name: None for peer in peers if peer.name in self.hung}
         parcels: dict[str, Parcel] = {}
         next_look, turn = 0.0, 0

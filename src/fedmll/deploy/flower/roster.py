@@ -65,7 +65,7 @@ class Introduction:
         digest = told.get("digest")
         if type(samples) is not int or type(held_out) is not int:  # nor true and false, which are numbers to Python
             raise ReplyRefused("it does not say properly what data it has")
-        if not 1 <= samples <= MOST_SAMPLES or not 0 <= held_out <= MOST_SAMPLES:
+        if not 0 <= samples <= MOST_SAMPLES or not 0 <= held_out <= MOST_SAMPLES or not samples + held_out:
             raise ReplyRefused(f"it says that it has {samples} images and holds {held_out} out, which is not believed")
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise ReplyRefused("it does not say properly what data it has")
@@ -114,6 +114,7 @@ class Roster:
     classes: Sequence[str] = ()  # that exist; empty: any
     frozen: Mapping[str, Sketch] = field(default_factory=dict)  # tensors that every site must have as the server has
     label_sets: labels.Registered | None = None  # of clients that know their own classes only
+    validators: Sequence[str] = ()  # who only tests: has a key like everybody, and no images to train on
     members: dict[str, Member] = field(default_factory=dict)
     introductions: dict[str, Introduction] = field(default_factory=dict)
     first_round: dict[str, int] = field(default_factory=dict)  # of each who came: it takes part from then on
@@ -134,6 +135,10 @@ class Roster:
                 self.first_round |= {name: int(told.get(FIRST_ROUND, 1)) for name, told in known.items()}
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ReplyRefused):
                 raise unreadable_sites(self.file) from None
+
+    @property
+    def everybody(self) -> tuple[str, ...]:
+        return (*self.names, *self.validators)
 
     def taking_part(self, number: int, least: int) -> dict[str, Introduction]:
         """Who has come and takes part in a round; where that is fewer than `least`, also who would begin later."""
@@ -247,7 +252,8 @@ class Roster:
             kept = {n: asdict(each) | {FIRST_ROUND: self.first_round[n]} for n, each in self.introductions.items()}
             files.write(self.file, json.dumps(kept))
             since = f"; it takes part from round {self.round + 1} on" if self.round else ""
-        what = f"{introduction.samples} images, {len(introduction.classes)} classes annotated"
+        images = f"{introduction.samples or introduction.held_out} images"
+        what = f"{images}{'' if introduction.samples else ' to test on'}, {len(introduction.classes)} classes annotated"
         facts = {"images": introduction.samples, "held_out": introduction.held_out, "digest": introduction.digest}
         facts |= {"classes": len(introduction.classes), "first_round": self.first_round[name]}
         self.notice(f"{name} is here: {what}{since}", "joined", client=name, **facts)
@@ -258,7 +264,7 @@ class Roster:
             raise ReplyRefused(str(told["error"]))
         if self.keyed and name != registered:
             raise ReplyRefused(f"it calls itself '{name}', and its key is that of '{registered}'")
-        if name not in self.names:
+        if name not in self.everybody:
             raise ReplyRefused(f"'{name}' is not among the clients of this run ({', '.join(self.names)})")
         if name in self.excluded:
             raise ReplyRefused(EXCLUDED)
@@ -268,6 +274,9 @@ class Roster:
                 "another node is connected under this name; a restart is taken back when that one is gone"
             )
         introduction = Introduction.of(told)
+        if (introduction.samples == 0) != (name in self.validators):
+            what = "trains" if introduction.samples else "only validates"
+            raise ReplyRefused(f"it {what}, and is {'no' if introduction.samples else 'a'} client of this run")
         if self.label_sets is not None:
             labels.check(self.label_sets, str(name), introduction.classes)
         strange = [label for label in introduction.classes if self.classes and label not in self.classes]
@@ -279,7 +288,7 @@ class Roster:
                 f"what is frozen in its model is not what the server has ({', '.join(different[:5])}): it must use the "
                 "same text encoder, pretrained weights and library versions"
             )
-        if name not in self.introductions:
+        if name not in self.introductions and name not in self.validators:
             self.fits(str(name), introduction)
         before = self.introductions.get(str(name), introduction)
         if before != introduction:

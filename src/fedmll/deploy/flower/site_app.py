@@ -27,8 +27,8 @@ from fedmll.errors import FedmllError
 from fedmll.message import Message
 
 SITES = "FEDMLL_SITES"
-HELLO, TRAIN, EVALUATE, BYE = "query.hello", "train", "evaluate", "query.bye"
-KINDS = (HELLO, TRAIN, EVALUATE, BYE)
+HELLO, TRAIN, EVALUATE, MODEL, BYE = "query.hello", "train", "evaluate", "query.model", "query.bye"
+KINDS = (HELLO, TRAIN, EVALUATE, MODEL, BYE)
 
 
 class SiteApp(ClientApp):
@@ -49,6 +49,7 @@ class Standing:
 
     farewell: bool = False  # the server of the run that it takes part in said that it is over
     declined: str = ""  # why nobody approved
+    worker: SiteWorker | None = None  # who has the model, from when it came
     complaint: str = ""  # the last error that was shown: a server that asks again and again gets no more lines
 
 
@@ -96,6 +97,17 @@ def train(message: FlowerMessage, context: Context) -> FlowerMessage:
 @app.evaluate()
 def evaluate(message: FlowerMessage, context: Context) -> FlowerMessage:
     return _answer(message, context, lambda file, about, sent: (_worker(file, about).evaluate(sent), {}))
+
+
+@app.query("model")
+def model(message: FlowerMessage, context: Context) -> FlowerMessage:
+    def work(file: Path, about: dict[str, Any], sent: Message) -> Answer:
+        worker = _worker(file, about)
+        show(f"the common model is in {worker.take(sent, about.get('digest')).file}")
+        standing.worker = worker
+        return Message(), {}
+
+    return _answer(message, context, work)
 
 
 @app.query("bye")
