@@ -33,10 +33,8 @@ def test_everybody_has_the_model_and_a_report(world: World, consortium: Consorti
         "server", "server", file, "--clients", "site-a,site-b", "--validators", "site-c", "--listen",
         f"127.0.0.1:{world.port}", "--keys", consortium.keys, "--out", world.out, "--join-timeout", "120",
     )  # fmt: skip
-    clients = [
-        world.join("site-a"),
-        world.join("site-b", None, None, "--out", str(world.folder / "got"), "--no-report"),
-    ]
+    got = world.folder / "got"
+    clients = [world.join("site-a"), world.join("site-b", None, None, "--out", str(got), "--no-report")]
     home = consortium.folder
     validator = world.start(
         "site-c", "validate", f"localhost:{world.port}", "--name", "site-c", "--csv", home / "site-c" / "labels.csv",
