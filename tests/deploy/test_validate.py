@@ -132,6 +132,19 @@ def test_the_site_itself_refuses_to_train(consortium: Consortium, tmp_path: Path
     ]
 
 
+def test_class_names_are_compared_before_anybody_is_asked(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    experiment = serving.settled(consortium.server(), (1, 8, 8))
+    said: list[str] = []
+    setup = Setup("run1", serving.told(experiment), ("Digit 0", "digit-11", *CLASSES[2:]), (1, 8, 8), 3)
+    with pytest.raises(DataError, match=r"'digit-0', .*'Digit 0'\?.*'digit-1', .*'digit-11'\?"):
+        SiteWorker(site_of(consortium, "site-a", tmp_path), setup, said.append)
+    assert said == []
+    setup = replace(setup, classes=tuple(CLASSES))
+    SiteWorker(site_of(consortium, VALIDATOR, tmp_path), setup, said.append)
+    assert said[0] == "not annotated here, so unknown: digit-2, digit-5, digit-7"
+    assert said[1] == "The server asks for this experiment:"
+
+
 def test_validators_are_kept_in_the_servers_file(tmp_path: Path) -> None:
     server = Server(("a", "b"), validators=("lab",))
     save(server, tmp_path)
