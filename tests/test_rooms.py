@@ -28,6 +28,7 @@ LONG_FUNCTIONS = {
     "cli/federation.py server": "its options",
     "cli/site.py join": "its options",
     "cli/site.py check": "its options",
+    "cli/validate.py validate": "its options",
     "cli/compare.py compare": "its options",
 }
 

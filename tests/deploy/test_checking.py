@@ -263,6 +263,25 @@ class TestCommand:
             assert "columns own and study" in str(done.exception) + done.output
 
 
+def test_join_stops_on_everything_that_check_finds(site: Site, tmp_path: Path) -> None:
+    """Before it connects: there is no server."""
+    rewrite(site, {"3.png,0,0,1": "3.png,2,0,1"})
+    first, *lines = site.csv.read_text().splitlines()
+    more = [f"{line},{number % 2 or ''}" for number, line in enumerate(lines)]
+    site.csv.write_text("\n".join([f"{first},Mass 2", *more]))
+    shutil.copy(site.images / "0.png", site.images / "1.png")
+    words = ["join", "localhost:1", "--name", "site-a", "--csv", str(site.csv), "--images", str(site.images)]
+    done = CliRunner().invoke(app, [*words, "--ca", str(tmp_path / "ca.crt"), "--memory", str(site.memory)])
+    assert isinstance(done.exception, DataError)
+    problems = str(done.exception).splitlines()
+    assert len(problems) >= 4
+    assert any("'2'" in problem for problem in problems)
+    assert any("'Mass 2' has ones and blanks and not a single 0" in problem for problem in problems)
+    assert any("ca.crt does not exist (--ca)" in problem for problem in problems)
+    assert any("site-a.key does not exist (--key)" in problem for problem in problems)
+    assert "warning: 1 images are there twice" in " ".join(done.output.split())
+
+
 def test_the_whole_command_of_join_from_a_file(site: Site, tmp_path: Path) -> None:
     """A service has one short line: everything else is in the file, also the server's address."""
     (tmp_path / "site.toml").write_text(

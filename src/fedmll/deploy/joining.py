@@ -136,7 +136,9 @@ def _serve(site: Site, access: Access, show: Callable[[str], None]) -> SiteWorke
         if standing.declined:
             raise FederationError(standing.declined)
         if executor.over and standing.farewell:
-            show("the run is over" if standing.worker else "the run is over; the common model did not come")
+            if standing.worker is None:
+                show("the common model did not come; ask the server's operator for it")
+            show("the run is over")
             return standing.worker
         _explain(site, access, child.said())
         if executor.served:

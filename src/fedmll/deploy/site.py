@@ -162,6 +162,18 @@ def strangers(own: Sequence[str], classes: Sequence[str]) -> list[tuple[str, str
     return found
 
 
+def refuse_strangers(site: Site, own: Sequence[str], classes: Sequence[str]) -> None:
+    """A DataError names every class that the study does not have."""
+    strange = [
+        f"the class '{name}', which this federation does not have{meant}" for name, meant in strangers(own, classes)
+    ]
+    if strange:
+        raise DataError(
+            f"'{site.csv}' has {' and '.join(strange)} Rename the columns (--rename), or choose those to use with "
+            "--classes."
+        )
+
+
 def _letters(name: str) -> str:
     """Without what spellings differ in."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
@@ -257,15 +269,7 @@ def _columns(table: LabelTable, classes: Sequence[str]) -> NDArray[np.int8]:
 
 def _aligned(site: Site, table: LabelTable, classes: tuple[str, ...]) -> NDArray[np.int8]:
     """The labels in the federation's order of classes. What the site does not annotate is unknown."""
-    strange = [
-        f"the class '{name}', which this federation does not have{meant}"
-        for name, meant in strangers(table.classes, classes)
-    ]
-    if strange:
-        raise DataError(
-            f"'{site.csv}' has {' and '.join(strange)} Rename the columns (--rename), or choose those to use with "
-            "--classes."
-        )
+    refuse_strangers(site, table.classes, classes)
     # --classes says what the site annotates: the `A|B|C` form speaks of no other class
     return _columns(replace(table, listed=table.listed and not site.classes), classes)
 

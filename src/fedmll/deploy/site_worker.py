@@ -101,6 +101,7 @@ class SiteWorker:
         """Whether the site takes part: its limits, then a person."""
         where, limits = self.site, self.site.limits
         limits.check_settings(task.experiment)
+        self._name_classes(setup.classes)
         training, held_out = site.sizes(where, task.seed, share)
         if not where.validates:
             limits.check_images(training)
@@ -114,6 +115,15 @@ class SiteWorker:
         confirm = approval.at_terminal if where.asks else approval.beforehand
         with own_folder.private():
             approval.approve(where.memory, asked, rows, show, confirm)
+
+    def _name_classes(self, classes: Sequence[str] | None) -> None:
+        """The study's beside the site's own, before a person is asked. Private label sets are compared with nothing."""
+        table = site.labels_of(self.site)
+        if classes is not None:
+            site.refuse_strangers(self.site, table.classes, classes)
+            lacking = [name for name in classes if name not in table.classes]
+            if lacking and not (table.listed and not self.site.classes):  # what a list does not name is absent
+                self.show(f"not annotated here, so unknown: {', '.join(lacking)}")
 
     def introduce(self) -> dict[str, Any]:
         """What the server learns of the site, and nobody else."""

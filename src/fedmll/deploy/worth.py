@@ -53,9 +53,7 @@ def divided(worker: SiteWorker) -> Division:
     else:
         test, tuning = split_off(rows, HALF, seed, f"{worker.site.name}, report", data.held_out.patients)
         how = "two halves of what was held out, drawn by the experiment's seed, because there is only one kind of it"
-    words = (
-        f"{len(test)} images are the test data, and own thresholds and calibration were chosen on {len(tuning)} others"
-    )
+    words = f"{len(test)} images are the test data, and models were tuned on {len(tuning)} others"
     return Division(tuning, test, f"{words}: {how}. {len(data.train)} were trained on.")
 
 

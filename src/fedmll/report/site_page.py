@@ -23,9 +23,9 @@ from fedmll.running.predictions import Predictions
 ALONE, ALONE_OWN, COMMON, COMMON_OWN = "alone", "alone, own", "common", "common, own"
 LABELS = {
     ALONE: "your own model",
-    ALONE_OWN: "your own model, own thresholds",
+    ALONE_OWN: "your own model, tuned here",
     COMMON: "the common model",
-    COMMON_OWN: "the common model, own thresholds",
+    COMMON_OWN: "the common model, tuned here",
 }
 NAMES = {"map": "mAP", "auc": "AUC", "f1": "F1", "ece": "calibration error"}
 OF_A_CLASS = NAMES | {"map": "Average precision", "ece": "Calibration error"}
@@ -82,10 +82,10 @@ def by_class_words(worth: Worth) -> list[str]:
     columns = np.flatnonzero(beside.enough).tolist()
     if ALONE in worth.told:
         sides = {column: judged(beside.difference(COMMON, ALONE, "map", column), "map") for column in columns}
-        for side, words in ((BETTER, "better"), (WORSE, "worse")):
-            names = [worth.classes[column] for column, found_side in sides.items() if found_side == side]
-            if names:
-                found.append(f"By average precision the common model is {words} for {', '.join(names)}.")
+        named = {side: ", ".join(worth.classes[c] for c in columns if sides[c] == side) for side in (BETTER, WORSE)}
+        judgements = [f"{side} for {names}" for side, names in named.items() if names]
+        if judgements:
+            found.append(f"By average precision the common model is {'; it is '.join(judgements)}.")
         left = sum(side == OPEN for side in sides.values())
         if left:
             found.append(f"{_counted(left, 'class')} cannot be told apart.")
@@ -151,7 +151,7 @@ def _tiles(worth: Worth) -> list[dict[str, str]]:
         side = judged(figure, metric)
         found.append(
             {
-                "name": NAMES[metric] + (", both with own thresholds" if own else ""),
+                "name": NAMES[metric] + (", both tuned here" if own else ""),
                 "value": _points(figure.value),
                 "interval": f"{_points(figure.low)} to {_points(figure.high)}",
                 "words": words[side],
@@ -203,7 +203,7 @@ def _by_class(worth: Worth) -> list[dict[str, Any]]:
                     "bar": {name: _place(getattr(gap, name), reach) for name in ("low", "value", "high")},
                 }
             lines.append(line)
-        words = "with each model's own thresholds" if own else "of the models as they are"
+        words = "of both models, tuned here" if own else "of the models as they are"
         if metric in LOWER_IS_BETTER:
             words += "; lower is better"
         tables.append({"name": OF_A_CLASS[metric], "words": words, "lines": lines})
