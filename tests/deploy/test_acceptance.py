@@ -44,7 +44,7 @@ NAMES = (CUT, STOPPED, FULL, LATE)
 SETTINGS: dict[str, Any] = {
     "method__name": "test-drifting-slowly",  # its clients remember
     "method__seconds": 0.5,
-    "training__rounds": 24 + int(CUT_SECONDS // 5),
+    "training__rounds": 16 + int(CUT_SECONDS // 5),
 }
 
 
@@ -187,9 +187,10 @@ def happen(network: Network) -> subprocess.Popen[bytes]:
     """Everything, one after the other; the server's process."""
     disk = network.small_disk(FULL)
     server = network.serve("--start-with", "3", **SETTINGS)
-    joined = {name: network.take_part(name) for name in (CUT, STOPPED, FULL)}
+    network.connect(LATE, False)
+    joined = {name: network.take_part(name) for name in NAMES}
     network.until(lambda: network.round() >= 2)
-    joined[LATE] = network.take_part(LATE)
+    network.connect(LATE, True)  # it comes in round 2, or a little later: from the next round on it takes part
     filling = fill(disk)
     network.until_happened("refused", FULL)
     filling.unlink()
