@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test slow docs format clean
+.PHONY: run test slow other-flower docs format clean
 
 SYSTEMS := fednca-ml,fedlgt,fedmlp,private-fedavg:loss=sigmoid,fedharmony
 
@@ -19,6 +19,9 @@ test: $(READY)  ## lint, types and every fast test
 
 slow: $(READY)  ## real servers, kills
 	$(BIN)/pytest -m slow
+
+other-flower: $(READY)  ## the engine on the other version of Flower that is allowed, where it can be installed
+	.ci/other-flower
 
 docs: .venv/.docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

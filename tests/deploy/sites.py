@@ -6,6 +6,7 @@ processes of their own."""
 from __future__ import annotations
 
 import csv
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -187,6 +188,8 @@ class Evil(Method):
 
 if __name__ == "__main__":
     from fedmll.cli.main import main
+    from fedmll.deploy import serving
 
+    serving.RETURN_SECONDS = float(os.environ.get("RETURN_SECONDS", serving.RETURN_SECONDS))
     sys.argv = sys.argv[1:]
     main()

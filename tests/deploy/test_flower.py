@@ -166,6 +166,9 @@ def test_the_guard_lets_nodes_in_and_nobody_else() -> None:
     assert allowed("/v1/fleet/pull-messages", "203.0.113.9")
     assert allowed("/v1/runtime/acquire-task", "127.0.0.1")
     assert not allowed("/v1/runtime/acquire-task", "203.0.113.9")
+    here = {"type": "http", "path": "/v1/runtime/acquire-task", "server": ("10.0.0.5", 8000)}
+    assert Guard.allowed(here | {"client": ("10.0.0.5", 1)})  # the server itself, where it listens on one address only
+    assert not Guard.allowed(here | {"client": ("10.0.0.6", 1)})
     assert not allowed("/v1/control/start-run", "127.0.0.1")
     assert not allowed("/docs", "127.0.0.1")
     assert not allowed("/v1/fleet/x", "127.0.0.1", "websocket")

@@ -653,7 +653,8 @@ def test_a_forged_farewell_does_not_end_a_join(
     said = joined(monkeypatch, turns)
     joining.join(here(consortium, tmp_path), joining.Access("localhost:1", None, None), said.append)
     assert turns == []  # the first was not believed
-    assert said[-1] == "the run is over"
+    assert said[-2] == "the run is over"
+    assert "audit.jsonl: the last hash is" in said[-1]
 
 
 def test_a_join_that_nobody_approved_ends(

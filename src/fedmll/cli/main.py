@@ -121,11 +121,8 @@ def resume(
 
     code = {} if plugins is None else {"plugins": [str(file.absolute()) for file in plugins]}
     total = rounds or loop.experiment_in(folder, code).training.rounds
-    address = None if listen is None else federation.address_in(listen)
-    changes = given(
-        drop=drop, min_clients=min_clients, start_with=start_with, round_timeout=round_timeout, address=address,
-        status=status,
-    )  # fmt: skip
+    changes = given(drop=drop, min_clients=min_clients, start_with=start_with, round_timeout=round_timeout)
+    changes |= given(address=None if listen is None else federation.address_in(listen), status=status)
     if (folder / "server.json").is_file():  # a real federation's server
         if rounds or data or root or workers is not None or device or plugins:
             raise ConfigError(f"A federation between machines goes on as it began. {federation.CHANGEABLE}")

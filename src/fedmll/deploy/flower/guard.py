@@ -177,7 +177,8 @@ class Guard:
     def allowed(scope: Any) -> bool:
         """Whether anybody may ask for it from there."""
         path, client = scope.get("path", ""), (scope.get("client") or ("",))[0]
-        here = path.startswith(RUNTIME) and client in LOOPBACK
+        own = (scope.get("server") or ("",))[0]  # who comes from the address that it comes to is on this machine
+        here = path.startswith(RUNTIME) and client in (*LOOPBACK, own)
         return scope["type"] == "http" and (here or path.startswith(FLEET))
 
     async def _let_in(self, scope: Any, receive: Any) -> bytes | None:

@@ -1,0 +1,272 @@
+"""A federation between machines, as near as one machine comes to it: a server and four sites, each in a network
+namespace of its own, TLS with a certificate for the server's address. One site comes late, one's link is cut, one is
+stopped past the deadline, one's disk is full. The run ends, everybody is named, and the weights are those of a
+simulation of what happened.
+
+`FEDMLL_CUT_SECONDS=60 pytest tests/deploy/test_acceptance.py -m slow` cuts for a minute; here it is shorter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
+
+import sites
+from sites import Consortium, write_consortium
+from test_deployment import COMMAND, World, parent_of
+
+from fedmll.data import federation
+from fedmll.deploy import keys
+from fedmll.deploy.audit import FILE, verify
+from fedmll.engines.local import LocalEngine
+from fedmll.message import Tensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+CUT_SECONDS = float(os.environ.get("FEDMLL_CUT_SECONDS", "15"))
+ROUND_SECONDS = 12
+DISK = "4m"
+# what happens to whom; a site that only validates is one more name here, a line in `happen` and one in the checks
+CUT, STOPPED, FULL, LATE = "site-a", "site-b", "site-c", "site-d"
+NAMES = (CUT, STOPPED, FULL, LATE)
+SETTINGS: dict[str, Any] = {
+    "method__name": "test-drifting-slowly",  # its clients remember
+    "method__seconds": 0.5,
+    "training__rounds": 16 + int(CUT_SECONDS // 5),
+}
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Network(World):
+    """Processes in namespaces: `server`, where a bridge is, and one a site."""
+
+    def __init__(self, consortium: Consortium, folder: Path) -> None:
+        super().__init__(consortium, folder)
+        self.mark, self.mounted, self.made = f"fm{os.getpid()}", list[Path](), list[str]()
+        self.address = "10.231.7.1"
+        self._space("server")
+        hub = self.space("server")
+        ip("-n", hub, "link", "add", "hub", "type", "bridge")
+        ip("-n", hub, "addr", "add", f"{self.address}/24", "dev", "hub")
+        ip("-n", hub, "link", "set", "hub", "up")
+        for number, name in enumerate(NAMES, 2):
+            self._space(name)
+            ip("-n", hub, "link", "add", name, "type", "veth", "peer", "name", "up0", "netns", self.space(name))
+            ip("-n", hub, "link", "set", name, "master", "hub")
+            ip("-n", self.space(name), "addr", "add", f"10.231.7.{number}/24", "dev", "up0")
+            ip("-n", self.space(name), "link", "set", "up0", "up")
+            self.connect(name, True)
+
+    def space(self, name: str) -> str:
+        return f"{self.mark}-{name}"
+
+    def _space(self, name: str) -> None:
+        ip("netns", "add", self.space(name))
+        self.made.append(self.space(name))
+        ip("-n", self.space(name), "link", "set", "lo", "up")
+
+    def connect(self, name: str, up: bool) -> None:
+        ip("-n", self.space("server"), "link", "set", name, "up" if up else "down")
+
+    def within(self, name: str) -> list[str]:
+        return ["ip", "netns", "exec", self.space(name), *COMMAND]
+
+    def small_disk(self, name: str) -> Path:
+        folder = self.folder / f"memory-{name}"
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)], check=True)
+        self.mounted.append(folder)
+        return folder
+
+    def serve(self, *more: str, **changes: Any) -> subprocess.Popen[bytes]:
+        file = self.folder / "experiment.toml"
+        file.write_text(self.consortium.server(**changes).to_toml())
+        options = ["--clients", ",".join(NAMES), "--listen", f"{self.address}:{self.port}", "--out", self.out]
+        options += ["--keys", self.consortium.keys, "--min-clients", "1", "--round-timeout", str(ROUND_SECONDS)]
+        options += ["--join-timeout", "120", *more]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RETURN_SECONDS", "1")
+            return self.start("server", "server", file, *options, command=self.within("server"))
+
+    def take_part(self, name: str) -> subprocess.Popen[bytes]:
+        home, secret = self.consortium.folder, self.consortium.keys
+        options = ["--name", name, "--csv", home / name / "labels.csv", "--images", home / "images", "--device", "cpu"]
+        options += ["--memory", self.folder / f"memory-{name}", "--patience", "200", "--yes"]
+        options += ["--ca", secret / "ca.crt", "--key", secret / f"{name}.key"]
+        return self.start(name, "join", f"{self.address}:{self.port}", *options, command=self.within(name))
+
+    def audit(self) -> list[dict[str, Any]]:
+        path = self.out / FILE
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def happened(self, event: str, client: str, after: int = 0, **facts: Any) -> bool:
+        wanted = {"event": event, "client": client} | facts
+        return any(wanted.items() <= line.items() and line.get("round", 0) >= after for line in self.audit())
+
+    def round(self) -> int:
+        return max((line["round"] for line in self.audit() if "round" in line), default=0)
+
+    def until_happened(self, event: str, client: str, after: int = 0, **facts: Any) -> None:
+        self.until(lambda: self.happened(event, client, after, **facts))
+
+    def close(self) -> None:
+        super().close()
+        for folder in self.mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
+        for space in self.made:
+            subprocess.run(["ip", "netns", "del", space], check=False)
+
+
+def possible() -> str | None:
+    if os.getuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "there is no `ip` (iproute2)"
+    name = f"fm{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return None if made.returncode == 0 else "network namespaces cannot be made here"
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    reason = possible()
+    if reason is not None:
+        pytest.skip(reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sites, "NAMES", NAMES)
+        patch.setattr(sites, "SIZES", {**{name: sites.SIZES[name] for name in NAMES[:3]}, LATE: 40, "test": 120})
+        consortium = write_consortium(tmp_path / "consortium")
+    here = Network(consortium, tmp_path)
+    keys.init(consortium.keys, [here.address])
+    try:
+        yield here
+    finally:
+        here.close()
+
+
+def family(process: subprocess.Popen[bytes]) -> list[int]:
+    """A process and its children."""
+    everybody = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    found = [process.pid]
+    for number in everybody:
+        try:
+            found += [number] if parent_of(number) == process.pid else []
+        except OSError:
+            continue
+    return found
+
+
+def fill(folder: Path) -> Path:
+    path = folder / "filling"
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError:
+            return path
+
+
+def happen(network: Network) -> subprocess.Popen[bytes]:
+    """Everything, one after the other; the server's process."""
+    disk = network.small_disk(FULL)
+    server = network.serve("--start-with", "3", **SETTINGS)
+    network.connect(LATE, False)
+    joined = {name: network.take_part(name) for name in NAMES}
+    network.until(lambda: network.round() >= 2)
+    network.connect(LATE, True)  # it comes in round 2, or a little later: from the next round on it takes part
+    filling = fill(disk)
+    network.until_happened("refused", FULL)
+    filling.unlink()
+    network.until_happened("joined", LATE)
+    network.until_happened("reply", LATE)
+
+    network.connect(CUT, False)
+    cut = time.monotonic()
+    stopped = family(joined[STOPPED])
+    for number in stopped:
+        os.kill(number, signal.SIGSTOP)
+    network.until_happened("left out", STOPPED)
+    for number in reversed(stopped):
+        os.kill(number, signal.SIGCONT)
+    network.until_happened("left out", CUT)
+    time.sleep(max(0.0, cut + CUT_SECONDS - time.monotonic()))
+    network.connect(CUT, True)
+    back = network.round()
+    for name in NAMES:
+        network.until_happened("reply", name, back)
+    return server
+
+
+def replayed(consortium: Consortium, folder: Path, who: dict[int, set[str]]) -> Tensors:
+    """The rounds one after the other on one machine, with whoever took part: nothing of the server's is used."""
+    data = federation.build(consortium.local(**SETTINGS | {"method__seconds": 0.0}))
+    engine = LocalEngine(data, folder / "replayed")
+    method, state = engine.learner.method, engine.start()
+    memories: dict[int, Tensors] = {peer.index: {} for peer in engine.peers}
+    for number in range(1, data.experiment.training.rounds + 1):
+        merger = method.merger(state, number)
+        here = [peer for peer in engine.peers if peer.name in who[number]]
+        for peer in sorted(here, key=lambda peer: -data.sizes[peer.index]):
+            client = engine.learner.client(data, peer, number)
+            merger.add(peer, engine.learner.train(client, method.send(state, peer, number), memories[peer.index]))
+        state, _ = merger.result()
+    engine.close()
+    return engine.learner.named(method.deploy(state))
+
+
+def took_part(audit: list[dict[str, Any]], rounds: int) -> dict[int, set[str]]:
+    who: dict[int, set[str]] = {number: set() for number in range(1, rounds + 1)}
+    for line in audit:
+        if line["event"] == "reply":
+            who[line["round"]].add(line["client"])
+        elif line["event"] == "refused" and "round" in line:
+            who[line["round"]].discard(line["client"])
+    return who
+
+
+def test_a_federation_survives_a_bad_day(network: Network) -> None:
+    server = happen(network)
+    assert network.ended(server, 240) == 0, network.said("server")
+    for process in network.processes[1:]:
+        assert network.ended(process, 40) == 0  # everybody was told that the run is over
+    audit = network.audit()
+    joined = {line["client"]: line for line in audit if line["event"] == "joined"}
+    assert joined.keys() == set(NAMES)
+    assert joined[LATE]["first_round"] >= 3
+    marks = {row[0].removesuffix(".pub"): row[3] for row in keys.listed(network.consortium.keys)}
+    assert {name: line["key"] for name, line in joined.items()} == {name: marks[name] for name in NAMES}
+    (full, *_) = [line["text"] for line in audit if line["event"] == "refused" and line["client"] == FULL]
+    assert "its disk is full" in full
+    said = " ".join(network.said("server").split())
+    for name in (CUT, STOPPED):
+        assert f"{name} is left out (" in said
+    assert f"{FULL} is refused: its disk is full" in said
+    assert f"starts without {LATE}; it may come later" in said
+    assert "is tried again" not in said
+    for folder in (network.out, *(network.folder / f"memory-{name}" for name in NAMES)):
+        assert verify(folder / FILE).wrong is None
+    assert max(row["seconds"] for row in network.rows()) < ROUND_SECONDS + 10  # by its deadline
+
+    who = took_part(audit, SETTINGS["training__rounds"])
+    assert [len(who[row["round"]]) for row in network.rows()] == [row["clients"] for row in network.rows()]
+    found = load_file(network.out / "model.safetensors")
+    expected = replayed(network.consortium, network.folder, who)
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name].float(), tensor.float(), rtol=0, atol=1e-5), name
