@@ -10,7 +10,7 @@ import numpy as np
 
 from fedmll.errors import ConfigError
 from fedmll.evaluation.histograms import BINS, EDGES
-from fedmll.evaluation.metrics import Floats, Ints
+from fedmll.evaluation.metrics import Confusion, Floats, Ints
 
 USUAL = 0.5  # of a class that the data says nothing about
 NEVER = 1.0  # p > 1: no cut reaches what is wanted
@@ -57,6 +57,13 @@ def controlled_recall(counts: Ints, recall: float) -> Floats:
     upto = np.cumsum(positives, axis=1)
     place = np.where(allowed > 0, np.argmax(upto >= allowed[:, None], axis=1), 0)
     return THRESHOLDS[place]
+
+
+def cut_by(counts: Ints, thresholds: Floats) -> Confusion:
+    """What thresholds (C,) that lie on edges, as those above, give on this data: exact."""
+    above = np.nextafter(thresholds, -1)[:, None] <= THRESHOLDS  # 0.5 is the edge itself: its bin counts too
+    (hits, alarms), (positives, negatives) = (counts * above).sum(axis=2), counts.sum(axis=2)
+    return Confusion(np.stack([negatives - alarms, alarms, positives - hits, hits]).astype(np.float64))
 
 
 def _share(name: str, value: float, counts: Ints) -> Ints:

@@ -44,12 +44,9 @@ def evaluate_counts(counts: Ints, classes: Sequence[str]) -> Report:
     """What follows from (2, C, BINS) counts; as `metrics.evaluate` has it, but that a prediction is p ≥ 0.5 everywhere.
     `auc_error` and `ap_error`, beside AUC and AP, are the most that these can be away from the exact ones; an average
     has the mean of its classes' errors."""
-    low, high = np.stack([_possible_auc(counts), _possible_ap(counts)], axis=1)  # each (AUC or AP, C)
+    low, high = ranked(counts)
     (auc, ap), (auc_error, ap_error) = (low + high) / 2, (high - low) / 2
-    positives, negatives = counts
-    hits, alarms = positives[:, HALF:].sum(axis=1), negatives[:, HALF:].sum(axis=1)
-    cells = np.stack([negatives.sum(axis=1) - alarms, alarms, positives.sum(axis=1) - hits, hits])
-    cut = Confusion(cells.astype(np.float64))
+    cut = halved(counts)
     shares = {"ap": ap, "auc": auc, "f1": cut.f1, "bacc": cut.bacc}
     left_out = {
         family: tuple(name for name, out in zip(classes, np.isnan(share), strict=True) if out)
@@ -66,6 +63,17 @@ def evaluate_counts(counts: Ints, classes: Sequence[str]) -> Report:
         | {"positives": cut.positives.astype(np.int64), "known": cut.known.astype(np.int64)},
         left_out,
     )
+
+
+def ranked(counts: Ints) -> Floats:
+    """(2, 2, C): the least, and the most, that AUC and AP can be, as shares. The columns may be some bins only."""
+    return np.stack([_possible_auc(counts), _possible_ap(counts)], axis=1)
+
+
+def halved(counts: Ints, half: int = HALF) -> Confusion:
+    """Of the prediction p ≥ 0.5; `half`: the first column of such scores."""
+    (positives, negatives), (hits, alarms) = counts.sum(axis=2), counts[:, :, half:].sum(axis=2)
+    return Confusion(np.stack([negatives - alarms, alarms, positives - hits, hits]).astype(np.float64))
 
 
 def _possible_auc(counts: Ints) -> Floats:
@@ -95,7 +103,7 @@ def _reciprocals(start: Floats, count: Floats) -> Floats:
     """1/(start + 1) + … + 1/(start + count), in bounded memory: after the first terms by Euler and Maclaurin's formula,
     whose error is below 10⁻¹¹ there."""
     total = np.zeros_like(start)
-    for term in range(1, ONE_BY_ONE + 1):
+    for term in range(1, min(ONE_BY_ONE, int(count.max(initial=0))) + 1):
         total += np.where(term <= count, 1 / (start + term), 0)
     first = start + ONE_BY_ONE
     last = np.maximum(start + count, first)
