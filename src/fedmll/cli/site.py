@@ -70,6 +70,9 @@ def join(
     ] = False,
     max_rounds: Annotated[int, typer.Option("--max-rounds", help="Take part in no run with more rounds.")] = 1000,
     min_images: Annotated[int, typer.Option("--min-images", help="Train on so many images or not at all.")] = 10,
+    min_count: Annotated[
+        int, typer.Option("--min-count", help="Counts of fewer images with, or without, a class do not leave.")
+    ] = 10,
     max_memory: Annotated[float, typer.Option("--max-memory", help="Most GB for the model and a batch.")] = 4.0,
     methods: Annotated[str | None, typer.Option("--methods", help="The only methods you allow, comma-separated.")] = (
         None
@@ -105,7 +108,7 @@ def join(
         window_in(window),
         skip_unreadable,
         tuple(file.resolve() for file in weights or ()),
-        Limits(max_rounds, min_images, max_memory, names_in(methods)),
+        Limits(max_rounds, min_images, max_memory, names_in(methods), min_count),
         not yes,
         keep_cache,
         renamed_in(rename),

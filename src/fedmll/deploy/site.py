@@ -16,7 +16,7 @@ from fedmll.data.images.decode import Size, as_8_bit, finish, look_at, open_imag
 from fedmll.data.images.labels_csv import LabelTable, read_labels
 from fedmll.data.images.reading import left_out, readable
 from fedmll.data.sources import folder
-from fedmll.data.targets import TEST, TRAIN
+from fedmll.data.targets import TEST, TRAIN, VALIDATION
 from fedmll.deploy.approval import Limits
 from fedmll.errors import DataError, nearest
 from fedmll.settings import Reading
@@ -54,6 +54,7 @@ class SiteData:
     train: Dataset
     held_out: Dataset  # its own test data: rows marked validation or test, or a share drawn by the seed
     annotated: NDArray[np.bool_]  # (C,): it knows at least one label
+    validation: NDArray[np.bool_]  # of held_out: thresholds are chosen on these rows, and metrics are of the others
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def load(
     train, held_out = _divided(site, table, seed, holdout)
     if _all_blank(samples.subset(train)):
         raise _nothing_to_see(site)
-    return SiteData(samples.subset(train), samples.subset(held_out), annotated)
+    marked = np.zeros(len(held_out), bool) if table.split is None else table.split[held_out] == VALIDATION
+    apart = marked & (not marked.all())  # rows of one kind serve for both
+    return SiteData(samples.subset(train), samples.subset(held_out), annotated, apart)
 
 
 def sizes(site: Site, seed: int, holdout: float) -> tuple[int, int]:

@@ -9,12 +9,41 @@ from dataclasses import replace
 import numpy as np
 
 from fedmll.client import Peer
+from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.deploy.flower.roster import Introduction
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError, ReplyRefused
+from fedmll.experiment import Experiment
 
 Here = Mapping[str, Introduction]  # by name
+
+
+def of_sites(
+    experiment: Experiment, names: tuple[str, ...], here: Here, test: Dataset, unlabelled: Dataset | None
+) -> Federation:
+    """The federation as the server knows it, with the server's own data."""
+    classes = test.classes
+    nothing = Dataset(test.store[:0], np.zeros((0, len(classes)), np.int8), classes, np.zeros(0, np.int64))
+    data = Federation(
+        experiment,
+        train=nothing,
+        truth=nothing.labels,
+        test=test,
+        validation=nothing,
+        held_out=nothing,
+        held_out_owner=np.zeros(0, np.int64),
+        names=names,
+        samples=(),
+        annotated=np.zeros((len(names), len(classes)), bool),
+        allowed=np.ones((len(names), len(classes)), bool),
+        report={},
+        server=unlabelled,
+        source=nothing,
+        pooled_rows=np.zeros(0, np.int64),
+        decided={},
+    )
+    return with_sites(data, here)
 
 
 def with_sites(data: Federation, here: Here) -> Federation:

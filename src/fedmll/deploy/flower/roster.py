@@ -16,7 +16,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.app import RecordDict
 
 from fedmll import files
-from fedmll.deploy import labels
+from fedmll.deploy import label_counts, labels
 from fedmll.deploy.flower.inflating import BOUNDS
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import HELLO
@@ -53,6 +53,9 @@ class Introduction:
     held_out: int
     classes: tuple[str, ...]  # that it annotates
     digest: str  # of its images and labels
+    validation: int = 0  # of held_out: for thresholds only
+    min_count: int = field(default=1, compare=False)  # counts of fewer images are not sent
+    labels: label_counts.Counts = field(default_factory=dict, compare=False)  # of its training images
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Introduction:
@@ -69,7 +72,13 @@ class Introduction:
             raise ReplyRefused("it does not say properly what data it has")
         if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
             raise ReplyRefused("it does not say properly what data it has")
-        return cls(samples, held_out, tuple(classes), digest)
+        validation, smallest = told.get("validation", 0), told.get("min_count", 1)
+        if type(validation) is not int or not 0 <= validation <= max(held_out - 1, 0):
+            raise ReplyRefused("it does not say properly which of its images are held out")
+        counts = label_counts.believed(told.get("labels") or label_counts.nothing_said(classes), classes, samples)
+        if type(smallest) is not int or smallest < 1 or counts is None:
+            raise ReplyRefused("it does not say properly how many of its images have a class")
+        return cls(samples, held_out, tuple(classes), digest, validation, smallest, counts)
 
 
 @dataclass(frozen=True)
@@ -207,11 +216,12 @@ class Roster:
         self.members[name] = Member(name, node, since)
         self.refused.pop((node, since), None)
         since = ""
-        if not again:
-            self.introductions[name], self.first_round[name] = introduction, self.round + 1
+        if not again or self.introductions[name].min_count != introduction.min_count:
+            self.introductions[name] = introduction
+            self.first_round.setdefault(name, self.round + 1)
             kept = {n: asdict(each) | {FIRST_ROUND: self.first_round[n]} for n, each in self.introductions.items()}
             files.write(self.file, json.dumps(kept))
-            since = f"; it takes part from round {self.round + 1} on" if self.round else ""
+            since = f"; it takes part from round {self.round + 1} on" if self.round and not again else ""
         what = f"{introduction.samples} images, {len(introduction.classes)} classes annotated"
         self.notice(f"{name} is here: {what}{since}")
 
