@@ -115,8 +115,8 @@ def test_a_server_without_data_has_metrics_of_all_held_out_images_together(
         p, y = np.concatenate(scores), np.concatenate(targets)
         row = {name: float(value) for name, value in table[label].items() if name != "class"}
         assert (row["positives"], row["known"]) == (y.sum(), len(y))
-        assert abs(row["auc"] - 100 * roc_auc_score(y, p)) <= row["auc_error"] + 1e-6
-        assert abs(row["ap"] - 100 * average_precision_score(y, p)) <= row["ap_error"] + 1e-6
+        assert abs(row["auc"] - 100 * roc_auc_score(y, p)) <= row["auc_error"] + 2e-4  # the table has four digits
+        assert abs(row["ap"] - 100 * average_precision_score(y, p)) <= row["ap_error"] + 2e-4
         assert row["auc_error"] < 5
         aucs.append(row["auc"])
     assert result.metrics["pooled_macro_auc"] == pytest.approx(np.mean(aucs))
@@ -159,7 +159,7 @@ TOLD = Introduction(9, 5, ("z", "a"), "0" * 32, min_count=3)
 
 def counts(**cells: int) -> Tensor:
     """`p0_7=2`: two positives of class 0 in bin 7."""
-    tensor = torch.zeros(2, 3, BINS, dtype=torch.int64)
+    tensor = torch.zeros(2, 3, BINS, dtype=torch.int32)
     for name, count in cells.items():
         place, column = name[1:].split("_")
         tensor["pn".index(name[0]), int(place), int(column)] = count
@@ -173,10 +173,10 @@ def counts(**cells: int) -> Tensor:
         (counts(p0_7=3, n0_8=3), "counts are of more images than the 5 that it holds out"),
         (counts(p0_7=-1), r"counts holds values outside [0, 5]"),
         (counts(p0_7=6), r"counts holds values outside [0, 5]"),
-        (counts(n0_7=2**63 - 1), r"counts holds values outside [0, 5]"),
+        (counts(n0_7=2**31 - 1), r"counts holds values outside [0, 5]"),
         (counts(n1_7=1), "counts speaks of classes that it does not annotate"),
-        (counts()[:, :2], "counts is torch.int64 (2, 2, 1024), not torch.int64 (2, 3, 1024)"),
-        (counts().int(), "counts is torch.int32 (2, 3, 1024), not torch.int64 (2, 3, 1024)"),
+        (counts()[:, :2], "counts is torch.int32 (2, 2, 2048), not torch.int32 (2, 3, 2048)"),
+        (counts().long(), "counts is torch.int64 (2, 3, 2048), not torch.int32 (2, 3, 2048)"),
     ],
 )
 def test_counts_that_cannot_be_are_refused(tensor: Tensor, reason: str | None) -> None:

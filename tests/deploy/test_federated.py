@@ -29,7 +29,7 @@ from fedmll.deploy.site import Site
 from fedmll.errors import ConfigError, DataError, FederationError, ReplyRefused
 from fedmll.evaluation import cuts
 from fedmll.evaluation.counted import Counted, SiteCounts
-from fedmll.evaluation.histograms import histograms
+from fedmll.evaluation.histograms import BINS, histograms
 from fedmll.evaluation.metrics import evaluate
 from fedmll.running import federated
 
@@ -175,20 +175,24 @@ def test_a_damaged_table_is_named(done: Done, tmp_path: Path) -> None:
         federated.overview(tmp_path)
 
 
+def small(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    return histograms(scores, targets).astype(np.int32)
+
+
 def test_thresholds_from_sums_are_those_of_the_rows_together(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     y = (draw.random((4000, 3)) < [0.05, 0.2, 0.5]).astype(np.int8)
     p = 1 / (1 + np.exp(-(draw.standard_normal(y.shape) * 1.5 + 2 * y - 2)))
     parts = np.array_split(np.arange(4000), 20)
     for goal in ("f1", "recall=0.9", "precision=0.6", "find=0.9"):
-        counts = {f"s{k}": SiteCounts(histograms(p[rows], y[rows]), None, 1, {}) for k, rows in enumerate(parts)}
+        counts = {f"s{k}": SiteCounts(small(p[rows], y[rows]), None, 1, {}) for k, rows in enumerate(parts)}
         found = federated.chosen(Counted(("a", "b", "c"), counts, goal))
         assert found is not None
-        whole = {"a": SiteCounts(histograms(p, y), None, 1, {})}
+        whole = {"a": SiteCounts(small(p, y), None, 1, {})}
         pooled = federated.chosen(Counted(("a", "b", "c"), whole, goal))
         assert pooled is not None
         np.testing.assert_array_equal(found.thresholds, pooled.thresholds)
-    nothing = {"a": SiteCounts(np.zeros((2, 3, 1024), np.int64), None, 1, {"test": ("a",)})}
+    nothing = {"a": SiteCounts(np.zeros((2, 3, BINS), np.int32), None, 1, {"test": ("a",)})}
     assert federated.chosen(Counted(("a", "b", "c"), nothing)) is None
     federated.write(tmp_path, Counted(("a", "b", "c"), nothing), 0)
     assert federated.site_thresholds(tmp_path, "a") is None

@@ -96,6 +96,39 @@ def test_a_calibrated_models_error_may_be_none() -> None:
     assert table["ece_low"][0] < 0.3 < table["ece"][0] < table["ece_high"][0]
 
 
+def test_a_calibration_error_is_reflected_at_its_value() -> None:
+    """Of a model that is too sure: beside the basic bootstrap over the samples themselves."""
+    draw = np.random.default_rng(2)
+    z = 3 * draw.standard_normal(800)
+    p, y = 1 / (1 + np.exp(-z)), (draw.random(800) < 1 / (1 + np.exp(-z / 3))).astype(np.int8)
+
+    def ece(rows: np.ndarray) -> float:
+        inside = np.floor(p[rows] * RANGES)
+        return 100 * sum(abs((p - y)[rows][inside == number].sum()) for number in range(RANGES)) / len(rows)
+
+    low, high = np.percentile([ece(draw.integers(800, size=800)) for _ in range(400)], [2.5, 97.5])
+    table, value = figures(histograms(p[:, None], y[:, None]), 0).by_class, ece(np.arange(800))
+    assert 10 < value < 25
+    assert table["ece_low"][0] == pytest.approx(2 * value - high, abs=1)
+    assert table["ece_high"][0] == pytest.approx(2 * value - low, abs=1)
+    certain = figures(histograms(np.full((50, 1), 1e-6), np.zeros((50, 1), np.int8)), 0, draws=20).by_class
+    assert certain["ece_high"][0] < 0.01
+
+
+def test_a_mean_has_the_mean_error_and_an_interval_of_means() -> None:
+    scores, targets = made(600, 4, 7)
+    counts = histograms(scores, targets)
+    found, low_high = figures(counts, 0), possible(counts)
+    for place, name in enumerate(FIGURES):
+        low, high = low_high[:, place]
+        np.testing.assert_allclose(found.by_class[f"{name}_error"], (high - low) / 2)
+        assert found.mean[f"{name}_error"] == pytest.approx(((high - low) / 2).mean())
+        widths = found.by_class[f"{name}_high"] - found.by_class[f"{name}_low"]
+        width = found.mean[f"{name}_high"] - found.mean[f"{name}_low"]
+        assert found.mean[f"{name}_low"] < found.mean[name] < found.mean[f"{name}_high"]
+        assert width == pytest.approx(np.sqrt((widths**2).sum()) / 4, rel=0.25)  # of four that are independent
+
+
 def test_the_same_name_the_same_interval_and_nothing_from_nothing() -> None:
     counts = histograms(*made(300, 2, 5))
     counts[:, 0] = 0
@@ -117,7 +150,7 @@ def test_some_bins_say_what_all_say() -> None:
 
 
 def test_sites_are_summed_and_thresholds_may_have_rows_of_their_own() -> None:
-    one, two, three = (histograms(*made(50, 2, seed)) for seed in range(3))
+    one, two, three = (histograms(*made(50, 2, seed)).astype(np.int32) for seed in range(3))
     sites = {"a": SiteCounts(one, None, 10, {}), "b": SiteCounts(two, three, 10, {})}
     counted = Counted(("x", "y"), sites)
     np.testing.assert_array_equal(counted.test, one + two)

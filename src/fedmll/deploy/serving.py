@@ -146,14 +146,11 @@ def drive(
     def make_engine(data: Federation, _: Path, progress: Progress) -> Engine:
         engine = FlowerEngine(
             data, roster, out,
-            min_clients=server.min_clients,
-            round_timeout=server.round_timeout,
-            tries=server.tries,
+            min_clients=server.min_clients, round_timeout=server.round_timeout, tries=server.tries,
             alive=alive,
             progress=progress,
             max_share=server.max_share,
-            goal=server.thresholds,
-            calibrate=server.calibrate,
+            goal=server.thresholds, calibrate=server.calibrate,
         )  # fmt: skip
         engines.append(engine)
         return engine

@@ -187,7 +187,7 @@ class SiteWorker:
         if names and not self.told:
             self.show(f"{purpose}: no counts leave of {names}: fewer than {smallest} images with, or without, them")
         counts[:, kept] = 0
-        return torch.from_numpy(counts)
+        return torch.from_numpy(counts.astype(np.int32))
 
 
 def forget(where: Site, run: str) -> None:

@@ -2,7 +2,7 @@
 many places.
 
 A bin's samples are taken to lie in its middle. A probability is then wrong by at most half of its bin's width, at most
-1/256, and so is the calibration error, whose bound is said beside it.
+1/1024, and so is the calibration error, whose bound is said beside it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Literal
 import numpy as np
 from scipy.special import expit
 
-from fedmll.evaluation.histograms import BINS, EDGES, HALF, WIDTH
+from fedmll.evaluation.histograms import BINS, ENDS
 from fedmll.evaluation.metrics import Floats, Ints
 
 RANGES = 15  # of equal width in probability, as Guo et al. (2017) have them
-LOGITS = WIDTH * (np.arange(BINS) - HALF + 0.5)  # the middle of each bin, of logits
-ENDS = np.concatenate([[-np.inf], WIDTH * (np.arange(1, BINS) - HALF), [np.inf]])  # bin n: from ENDS[n] to ENDS[n + 1]
-MIDDLES = (np.append(0, EDGES) + np.append(EDGES, 1)) / 2  # of probabilities
+LOGITS = (ENDS[:-1] + ENDS[1:]) / 2  # the middle of each bin, of logits
+LOWEST, HIGHEST = np.append(-np.inf, ENDS[1:-1]), np.append(ENDS[1:-1], np.inf)  # the logits that a bin can have
 STEPS, SHORTEST = 100, 1e-9  # of Newton's method; a step below the latter ends it
 
 
@@ -39,7 +38,7 @@ class Reliability:
 def reliability(counts: Ints, by: Floats | None = None, bins: Ints | slice = slice(None)) -> Reliability:
     """Of (2, C, K) counts in these `bins`, in ascending order; of σ(a z + b) with the a > 0 and b (C, 2) in `by`."""
     scale, shift = np.hsplit(np.array([[1.0, 0.0]]) if by is None else by, 2)
-    low, high = (expit(scale * ends[bins] + shift) for ends in (ENDS[:-1], ENDS[1:]))  # (1 or C, K)
+    low, high = (expit(scale * ends[bins] + shift) for ends in (LOWEST, HIGHEST))  # (1 or C, K)
     middle, half = (low + high) / 2, (high - low) / 2
     starts = np.array([np.searchsorted(row, np.arange(RANGES + 1) / RANGES) for row in middle])
     starts[:, -1] = middle.shape[1]

@@ -2,9 +2,10 @@
 one of its negatives. Added up they say how the model ranks all samples together, which no mean of the places' own
 metrics does.
 
-Bins are equally wide in logits, so they are the finer in probabilities the nearer these are to 0 and 1. Inside a bin
-the order is lost: AUC and AP are the middle of what is possible, and their error is at most half of that range. A bin
-begins at 0.5, so F1, precision, recall and BACC of the prediction p ≥ 0.5 are exact.
+Bins are of logits, so they are the finer in probabilities the nearer these are to 0 and 1: 1/128 wide from −6 to 6,
+where most scores are, and 1/25.6 beyond. Inside a bin the order is lost: AUC and AP are the middle of what is possible,
+and their error is at most half of that range. A bin begins at 0.5, so F1, precision, recall and BACC of the prediction
+p ≥ 0.5 are exact.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from numpy.typing import NDArray
 
 from fedmll.evaluation.metrics import Confusion, Floats, Ints, Report, checked, mean_of
 
-BINS = 1024
-WIDTH = 1 / 32  # of a bin, in logits: from −16 to 16, beyond which float32 has hardly any probabilities
+BINS = 2048
 HALF = BINS // 2  # the bin that begins at 0.5
-EDGES = 1 / (1 + np.exp(-WIDTH * (np.arange(1, BINS) - HALF)))  # between the bins; a bin has its lower edge
+FINE, LAST = 6, 16  # logits: up to where bins are 1/128 wide, and beyond which float32 has hardly any probabilities
+_UPPER = np.concatenate([np.arange(128 * FINE) / 128, np.linspace(FINE, LAST, HALF - 128 * FINE, endpoint=False)])
+ENDS = np.concatenate([[-LAST], -_UPPER[:0:-1], _UPPER, [LAST]])  # bin n: from ENDS[n] to ENDS[n + 1]; all beyond too
+EDGES = 1 / (1 + np.exp(-ENDS[1:-1]))  # between the bins; a bin has its lower edge
+MIDDLES = (np.append(0, EDGES) + np.append(EDGES, 1)) / 2
 ONE_BY_ONE = 32  # terms of a sum of reciprocals; the others by a formula
 
 

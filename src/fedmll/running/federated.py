@@ -18,7 +18,7 @@ from fedmll import files
 from fedmll.errors import DataError
 from fedmll.evaluation import cuts
 from fedmll.evaluation.calibration import Reliability, reliability
-from fedmll.evaluation.counted import Counted, Figures, figures
+from fedmll.evaluation.counted import Counted, Figures, Small, figures
 from fedmll.evaluation.histograms import BINS
 from fedmll.evaluation.metrics import Ints, mean_of
 from fedmll.running.folder import to_json, write_csv
@@ -42,8 +42,8 @@ def write(out: Path, counted: Counted, seed: int) -> None:
     common = chosen(counted)
     whole = _Part(counted.test, figures(counted.test, seed, ALL), common, common)
     parts = {ALL: whole} | {
-        name: _Part(site.test, figures(site.test, seed, name), common, _own(site.tuning, counted, common))
-        for name, site in counted.sites.items()
+        name: _Part(test, figures(test, seed, name), common, _own(tuning, counted, common))
+        for name, test, tuning in ((name, _wide(site.test), _wide(site.tuning)) for name, site in counted.sites.items())
     }
     every = {name: part.described(counted.classes) for name, part in parts.items()}
     for name, site in counted.sites.items():
@@ -52,7 +52,7 @@ def write(out: Path, counted: Counted, seed: int) -> None:
             "not_sent": site.not_sent,
             "same_rows": site.validation is None,
             "chosen_on_own_counts": [
-                label for label, own in zip(counted.classes, _both(site.tuning), strict=True) if own
+                label for label, own in zip(counted.classes, _both(_wide(site.tuning)), strict=True) if own
             ],
         }
     pooled = every.pop(ALL) | {"curves": _curves(reliability(whole.test), counted.classes)}
@@ -129,6 +129,10 @@ def _own(counts: Ints, counted: Counted, common: Choice | None) -> Choice | None
     if common is None:
         return None
     return choose(counts, counted.goal, counted.calibrate).where(_both(counts), common)
+
+
+def _wide(counts: Small) -> Ints:
+    return counts.astype(np.int64)
 
 
 def _both(counts: Ints) -> NDArray[np.bool_]:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedmll.client import Peer, Reply
 from fedmll.deploy.flower.hearing import capped
 from fedmll.deploy.flower.roster import Introduction
 from fedmll.deploy.site_worker import COUNTS, FOR_THRESHOLDS
-from fedmll.evaluation.counted import SiteCounts
+from fedmll.evaluation.counted import SiteCounts, Small
 from fedmll.evaluation.histograms import BINS
 from fedmll.evaluation.metrics import ClientReport
 from fedmll.evaluation.pooled import VALIDATED
@@ -30,7 +29,7 @@ def expected_of(peer: Peer, introduced: Introduction, private: bool) -> dict[str
 
 def _counts(classes: int, images: int, by_class: int | None) -> Like:
     return Like(
-        (2, classes, BINS), torch.int64, low=0, high=images,
+        (2, classes, BINS), torch.int32, low=0, high=images,
         rule=lambda counts: int(counts.sum((0, 2)).max()) <= images,
         broken=f"are of more images than the {images} that it holds out",
         by_class=by_class,
@@ -44,11 +43,11 @@ def counted(
     sites = {}
     for peer, reply in found:
         rows = own_rows(classes, peer.owned) if private else torch.arange(len(classes))
-        parts: dict[str, NDArray[np.int64]] = {}
+        parts: dict[str, Small] = {}
         silent: dict[str, tuple[str, ...]] = {}
         for part, name in (("test", COUNTS), ("validation", FOR_THRESHOLDS)):
             if name in reply.tensors:
-                counts = torch.zeros(2, len(classes), BINS, dtype=torch.int64)
+                counts = torch.zeros(2, len(classes), BINS, dtype=torch.int32)
                 counts[:, rows] = reply[name]
                 missing = peer.owned & (counts.sum((0, 2)) == 0)
                 parts[part] = counts.numpy()
