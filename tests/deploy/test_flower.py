@@ -481,7 +481,7 @@ def test_bad_replies_are_refused_by_name_and_the_others_go_on(consortium: Consor
         ({"name": "site-a"}, "site-b is refused: it calls itself 'site-a', and its key is that of 'site-b'"),
         ({"samples": -4}, "site-b is refused: it says that it has -4 images and holds 0 out, which is not believed"),
         (
-            {"classes": ["unicorn"]},
+            {"classes": ["unicorn"], "labels": {}},
             "site-b is refused: it has the class 'unicorn', which this federation does not have",
         ),
     ],

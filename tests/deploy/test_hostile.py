@@ -25,11 +25,12 @@ from sites import NAMES, Consortium
 from test_flower import FakeNode, Hear, consortium, drive, make_grid, quick  # noqa: F401  (fixtures)
 
 from fedmll.deploy import serving, site_worker
+from fedmll.deploy.flower.coming import of_sites
 from fedmll.deploy.flower.hearing import capped
 from fedmll.deploy.flower.inflating import Bounds
 from fedmll.deploy.flower.records import from_records, to_records
-from fedmll.deploy.flower.roster import Introduction
 from fedmll.deploy.flower.site_app import EVALUATE, HELLO, MODEL, TRAIN
+from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.serving import Server
 from fedmll.errors import ConfigError, ReplyRefused
 from fedmll.message import Message
@@ -299,7 +300,7 @@ def test_counts_are_kept_not_ranges(consortium: Consortium, tmp_path: Path) -> N
     mine = serving.own_data(consortium.server(), Hear())
     tracemalloc.start()
     try:
-        federation = serving._federation(consortium.server(), Server(NAMES), known, mine)
+        federation = of_sites(consortium.server(), NAMES, known, mine.test, mine.unlabelled)
         assert federation.sizes.tolist() == [10**8] * 3
         assert len(federation.participants(1)) == 3
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
@@ -361,7 +362,7 @@ METRICS: list[tuple[dict[str, Any], str]] = [
     ({"macro_auc": 1e300}, "macro_auc is 1e+300, not from 0 to 100"),
     ({"map": -1.0}, "map is -1"),
     ({"map": float("inf")}, "map is inf"),
-    ({"val_macro_auc": 50.0}, "unknown key val_macro_auc"),
+    ({"client_mean_auc": 50.0}, "unknown key client_mean_auc"),
 ]
 
 

@@ -37,7 +37,11 @@ CLIENTS, VALIDATOR = ("site-a", "site-b"), "site-c"
 
 
 def only_validates(consortium: Consortium, folder: Path, grid: FakeGrid) -> None:  # noqa: F811
-    remember_site(replace(site_of(consortium, VALIDATOR, folder), validates=True), grid.nodes[2].site_file)
+    """And all counts leave."""
+    for node in grid.nodes:
+        here = site_of(consortium, node.name, folder)
+        here = replace(here, limits=replace(here.limits, min_count=1), validates=node.name == VALIDATOR)
+        remember_site(here, node.site_file)
 
 
 def served(consortium: Consortium, folder: Path, grid: FakeGrid, **changes: Any) -> tuple[loop.Result, Hear]:  # noqa: F811
@@ -57,7 +61,6 @@ def over(tmp_path_factory: pytest.TempPathFactory, consortium: Consortium) -> Si
     """Two clients and a validator; all counts leave."""
     patch, seen = pytest.MonkeyPatch(), list[tuple[np.ndarray, np.ndarray]]()
     quick.__wrapped__(patch)  # type: ignore[attr-defined]
-    patch.setattr(site_worker, "SMALLEST_COUNT", 1)
 
     def recorded(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
         seen.append((scores, targets))

@@ -22,11 +22,10 @@ from fedmll.deploy.site_worker import Setup, SiteWorker
 from fedmll.errors import ClientError, ConfigError
 from fedmll.evaluation import metrics
 from fedmll.evaluation.beside import Beside, Figure, Told
-from fedmll.evaluation.cuts import best_f1
 from fedmll.evaluation.histograms import histograms
 from fedmll.report.site_page import ALONE, ALONE_OWN, COMMON, COMMON_OWN, Worth, by_class_words, site_page, verdict
 from fedmll.running.model import SavedModel, describe, load_model, write_model
-from fedmll.running.tuned import chosen
+from fedmll.running.thresholds import choose
 
 SETTINGS = {"partition__holdout": 0.6, "training__rounds": 3, "training__lr": 0.01}
 
@@ -110,12 +109,12 @@ def test_the_figures_are_those_of_the_predictions(joined: SimpleNamespace) -> No
     labels = held_out.labels
     assert list(found.told) == [ALONE, ALONE_OWN, COMMON, COMMON_OWN]
     assert np.allclose(found.told[COMMON].probabilities, raw[division.test], atol=1e-7)
-    thresholds, by = chosen(histograms(raw[division.tuning], labels[division.tuning]), best_f1, "platt")
+    best = choose(histograms(raw[division.tuning], labels[division.tuning]), "f1", "platt")
     enough = ((labels[division.tuning] == 1).sum(0) >= 10) & ((labels[division.tuning] == 0).sum(0) >= 10)
     assert enough.sum() > 4
-    assert np.allclose(joined.own[0], np.where(enough, thresholds, 0.5))
-    assert np.allclose(joined.own[1][enough], by[enough])
-    assert (joined.own[1][~enough] == (1, 0)).all()
+    assert np.allclose(joined.own.thresholds, np.where(enough, best.thresholds, 0.5))
+    assert np.allclose(joined.own.by[enough], best.by[enough])
+    assert (joined.own.by[~enough] == (1, 0)).all()
     columns = np.flatnonzero((labels[division.test] == 1).sum(0) >= 10)
     assert np.flatnonzero(found.beside.enough).tolist() == columns.tolist()
     for name, told in found.told.items():
@@ -149,7 +148,7 @@ def test_the_page_says_what_was_found(joined: SimpleNamespace) -> None:
 
 def test_the_model_with_own_thresholds_is_beside_it(joined: SimpleNamespace) -> None:
     own = load_model(joined.file.with_name("model-own.safetensors"))
-    assert own.tuned_thresholds.tolist() == joined.own[0].tolist()  # type: ignore[union-attr]
+    assert own.tuned_thresholds.tolist() == joined.own.thresholds.tolist()  # type: ignore[union-attr]
     division = worth.divided(joined.worker)
     mine = own.predict(joined.worker.data.held_out)[division.test]
     assert np.allclose(mine, joined.worth.told[COMMON_OWN].probabilities, atol=1e-5)
@@ -157,12 +156,14 @@ def test_the_model_with_own_thresholds_is_beside_it(joined: SimpleNamespace) -> 
 
 def test_rows_that_the_file_marks_are_used_as_they_are(joined: SimpleNamespace) -> None:
     data = joined.worker.data
-    split = np.where(np.arange(len(data.held_out)) < 100, 1, 2).astype(np.int8)
-    marked = SimpleNamespace(data=replace(data, split=split), learner=joined.worker.learner, site=joined.worker.site)
+    first = np.arange(len(data.held_out)) < 100
+    marked = SimpleNamespace(
+        data=replace(data, validation=first), learner=joined.worker.learner, site=joined.worker.site
+    )
     division = worth.divided(marked)  # type: ignore[arg-type]
     assert (division.tuning.tolist(), division.test.tolist()) == (list(range(100)), list(range(100, 300)))
     assert "as your file marks them" in division.words
-    marked.data = replace(data, split=np.full(300, 2, np.int8))  # one kind only
+    marked.data = replace(data, validation=np.zeros(300, bool))  # one kind only
     assert "two halves" in worth.divided(marked).words  # type: ignore[arg-type]
 
 

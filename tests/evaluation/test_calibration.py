@@ -8,8 +8,8 @@ from scipy.optimize import minimize
 from scipy.special import expit, logit
 from sklearn.linear_model import LogisticRegression
 
-from fedmll.evaluation.calibration import LOGITS, MIDDLES, RANGES, calibrated, fitted, reliability
-from fedmll.evaluation.histograms import BINS, EDGES, histograms
+from fedmll.evaluation.calibration import LOGITS, RANGES, fitted, reliability
+from fedmll.evaluation.histograms import BINS, EDGES, ENDS, MIDDLES, histograms
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def test_the_calibration_error(sample: tuple[np.ndarray, np.ndarray]) -> None:
             assert found.samples[column, place] == inside.sum()
             if inside.any():
                 assert found.observed[column, place] == pytest.approx(y[inside].mean())
-                assert found.predicted[column, place] == pytest.approx(p[inside].mean(), abs=1 / 256)
+                assert found.predicted[column, place] == pytest.approx(p[inside].mean(), abs=1 / 1024)
                 error += abs(p[inside].mean() - y[inside].mean()) * inside.mean()
-        assert abs(found.error[column] - 100 * error) <= found.bound[column] < 0.4
+        assert abs(found.error[column] - 100 * error) <= found.bound[column] < 0.1
     assert found.error.min() > 5
 
 
@@ -90,17 +90,43 @@ def test_a_class_that_separates_stays_finite() -> None:
     assert found[1].tolist() == [1, 0]
 
 
-def test_calibrated_histograms_are_those_of_calibrated_scores(sample: tuple[np.ndarray, np.ndarray]) -> None:
+def test_the_calibration_error_of_calibrated_scores(sample: tuple[np.ndarray, np.ndarray]) -> None:
+    """As if every sample's score were changed, within the bound."""
     scores, targets = sample
     counts = histograms(scores, targets)
     by = np.array([[0.5, -0.3], [2.0, 1.0], [1.0, 0.0]])
-    moved = calibrated(counts, by)
-    np.testing.assert_array_equal(moved[:, 2], counts[:, 2])
+    found, before = reliability(counts, by), reliability(counts)
     again = expit(by[:, 0] * logit(scores.astype(np.float64)) + by[:, 1])
-    expected = histograms(again, targets)
+    ends = np.append(-np.inf, ENDS[1:-1]), np.append(EDGES, 1)
     for column in range(3):
-        assert moved[:, column].sum() == counts[:, column].sum()
-        for side in (0, 1):  # a bin's middle stands for it: each count at most the stretched bin away
-            apart = np.abs(np.cumsum(moved[side, column]) - np.cumsum(expected[side, column])).max()
-            assert apart <= counts[side, column].max() * 2
-    assert reliability(moved).error[0] < reliability(counts).error[0] / 3
+        known = targets[:, column] >= 0
+        p, y = again[known, column], targets[known, column]
+        place = np.searchsorted(EDGES, scores[known, column], side="right")
+        low, high = (expit(by[column, 0] * z + by[column, 1]) for z in (ends[0][place], logit(ends[1][place])))
+        inside = np.minimum(((low + high) / 2 * RANGES).astype(int), RANGES - 1)
+        gaps = [abs((p - y)[inside == number].sum()) for number in range(RANGES)]
+        assert abs(found.error[column] - 100 * sum(gaps) / len(p)) <= found.bound[column] < 0.8
+        assert found.samples[column].tolist() == np.bincount(inside, minlength=RANGES).tolist()
+    assert found.error[0] < before.error[0] / 3
+    assert found.error[2] == before.error[2]
+
+
+@pytest.mark.parametrize("place", [0, 1, 300, 1023, 1024, 1400, 2046, 2047])
+@pytest.mark.parametrize("end", [0, 1])
+def test_the_bound_holds_at_a_bins_very_ends(place: int, end: int) -> None:
+    """All samples at one end of one bin, all positive or all negative: nothing is further from a bin's middle."""
+    p = float(np.append(np.append(0, EDGES), 1)[place + end])
+    for target in (0, 1):
+        counts = np.zeros((2, 1, BINS), np.int64)
+        counts[1 - target, 0, place] = 7
+        found = reliability(counts)
+        assert abs(found.error[0] - 100 * abs(p - target)) <= found.bound[0] + 1e-9
+
+
+def test_some_bins_only(sample: tuple[np.ndarray, np.ndarray]) -> None:
+    counts = histograms(*sample)
+    bins = np.flatnonzero(counts.any(axis=(0, 1)))
+    assert len(bins) < BINS
+    some, whole = reliability(counts[:, :, bins], bins=bins), reliability(counts)
+    np.testing.assert_allclose(some.error, whole.error)
+    np.testing.assert_array_equal(some.samples, whole.samples)

@@ -42,11 +42,18 @@ def edge(place: int) -> float:
 class TestByHand:
     def test_best_f1(self) -> None:
         # from 700 on: 2·2/(2+4) = 0.667; from 650: 4/7; from 600: 6/8 = 0.75; from 500: 6/9; from 400: 8/12
-        assert edge(600) > cuts.best_f1(HAND)[0] > edge(599)
+        # the next lower score is in 500: midway between the two
+        assert cuts.best_f1(HAND)[0] == pytest.approx((edge(600) + edge(500)) / 2, abs=5e-4)
 
     def test_of_equal_cuts_the_highest(self) -> None:
         # from 700 on 2·1/(1+2) = 2/3; from 500: 2·2/(4+2) = 2/3
-        assert cuts.best_f1(few({700: 1, 500: 1}, {600: 1, 500: 1}))[0] > edge(699)
+        found = cuts.best_f1(few({700: 1, 500: 1}, {600: 1, 500: 1}))[0]
+        assert found == pytest.approx((edge(700) + edge(600)) / 2, abs=5e-4)
+
+    def test_the_lowest_score_is_midway_to_0_and_its_neighbour_has_no_middle(self) -> None:
+        assert cuts.best_f1(few({700: 1}, {}))[0] == pytest.approx(edge(700) / 2, abs=1e-4)
+        assert edge(700) > cuts.best_f1(few({700: 1}, {699: 1}))[0] > edge(699)
+        assert cuts.best_f1(few({0: 1}, {}))[0] == -0.5
 
     @pytest.mark.parametrize(("recall", "place"), [(0.5, 700), (0.51, 600), (0.75, 600), (0.76, 400), (0.99, 400)])
     def test_wanted_recall(self, recall: float, place: int) -> None:
@@ -114,3 +121,18 @@ def test_the_recall_of_new_samples_is_at_least_what_was_wanted() -> None:
         reached.append(above(new, threshold).mean() if len(new) else 1.0)
     error = np.std(reached) / np.sqrt(len(reached))
     assert 0.8 - 2 * error <= np.mean(reached) <= 0.8 + 1 / 9 + 2 * error
+
+
+def test_sums_of_sites_keep_what_was_promised_over_200_resamples() -> None:
+    """99 positives at five sites, 90 % wanted: k = ⌊0.1 · 100⌋ = 10, so a new one is found with probability 90/100, and
+    a bin's width more. A column is a resample."""
+    generator = np.random.default_rng(5)
+    scores, new = (1 / (1 + np.exp(-2 * generator.standard_normal((size, 200)) - 1)) for size in (99, 400))
+    parts = np.array_split(np.arange(99), 5)
+    counts = sum(histograms(scores[rows], np.ones((len(rows), 200), np.int8)) for rows in parts)
+    reached = (new > cuts.controlled_recall(counts, 0.9)).mean(axis=0)  # type: ignore[arg-type]
+    error = np.std(reached) / np.sqrt(200)
+    assert error == pytest.approx(
+        np.sqrt(0.9 * 0.1 * (1 / 101 + 1 / 400) / 200), rel=0.2
+    )  # of Beta(90, 10), and of 400
+    assert 0.9 - 3 * error <= reached.mean() <= 0.9 + 0.002 + 3 * error  # 0.002: the density there × 1/128

@@ -32,17 +32,17 @@ def counts_of(**bins: tuple[int, int]) -> np.ndarray:
     return counts
 
 
-def test_bins_are_equally_wide_in_logits_and_open_at_the_ends() -> None:
-    logits = np.array([-20, -16.01, -15.99, -15.96, -0.001, 0, 0.001, 0.0313, 15.96, 15.97, 40])
+def test_bins_are_of_logits_and_open_at_the_ends() -> None:
+    logits = np.array([-20, -16.01, -15.99, -15.96, -6.001, -0.001, 0, 0.001, 0.0079, 5.999, 6.001, 15.96, 15.97, 40])
     scores = column(*(1 / (1 + np.exp(-logits))))
     found = histograms(scores, np.ones((len(logits), 1), np.int8))
-    assert found.shape == (2, 1, 1024)
+    assert found.shape == (2, 1, 2048)
     assert found.dtype == np.int64
     assert not found[1].any()
-    expected = np.bincount([0, 0, 0, 1, 511, 512, 512, 513, 1022, 1023, 1023], minlength=1024)
+    expected = np.bincount([0, 0, 0, 1, 255, 1023, 1024, 1024, 1025, 1791, 1792, 2046, 2047, 2047], minlength=2048)
     assert found[0, 0].tolist() == expected.tolist()
     ends = histograms(column(0.0, 1.0, 0.5).astype(np.float32), np.zeros((3, 1), np.int8))
-    assert np.flatnonzero(ends[1, 0]).tolist() == [0, 512, 1023]
+    assert np.flatnonzero(ends[1, 0]).tolist() == [0, 1024, 2047]
 
 
 def test_unknown_targets_count_nowhere_and_classes_do_not_mix() -> None:
@@ -50,7 +50,7 @@ def test_unknown_targets_count_nowhere_and_classes_do_not_mix() -> None:
     targets = np.array([[1, 0], [-1, 1], [0, -1]], np.int8)
     found = histograms(scores, targets)
     assert found.sum(axis=2).tolist() == [[1, 1], [1, 1]]
-    assert [found[0, 0, 512], found[1, 0, 512], found[0, 1, 1023], found[1, 1, 0]] == [1, 1, 1, 1]
+    assert [found[0, 0, 1024], found[1, 0, 1024], found[0, 1, 2047], found[1, 1, 0]] == [1, 1, 1, 1]
     assert not histograms(np.zeros((0, 3)), np.zeros((0, 3), np.int8)).any()
     with pytest.raises(DataError, match="outside"):
         histograms(column(np.nan), np.ones((1, 1), np.int8))
@@ -66,7 +66,7 @@ def test_few_is_said_of_positives_and_of_negatives_but_not_of_none() -> None:
 
 def test_worked_out_by_hand() -> None:
     """Above: a positive. Then a bin of two positives and a negative. Then two negatives, one below 0.5."""
-    report = evaluate_counts(counts_of(b900=(1, 0), b800=(2, 1), b700=(0, 1), b100=(0, 1)), ["a"])
+    report = evaluate_counts(counts_of(b1900=(1, 0), b1800=(2, 1), b1700=(0, 1), b100=(0, 1)), ["a"])
     table = {name: float(values[0]) for name, values in report.per_class.items()}
     # pairs: 9, of which 7 right for certain and 2 open
     assert table["auc"] == pytest.approx(100 * 8 / 9)

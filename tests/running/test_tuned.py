@@ -42,6 +42,13 @@ def known_share(folder: Path, thresholds: np.ndarray, hit: bool) -> np.ndarray:
     return np.array(shares)
 
 
+def log_loss(folder: Path) -> float:
+    """Of the validation data: the least of it is what is fitted. (The calibration error of 15 samples is chance.)"""
+    kept = load_run(folder).predictions("validation")
+    p = np.where(kept.targets == 1, kept.probabilities, 1 - kept.probabilities.astype(np.float64))
+    return float(-np.log(p[kept.targets >= 0]).mean())
+
+
 def test_a_wanted_recall_is_reached_and_stored(folder: Path) -> None:
     before = load_model(folder / MODEL)
     found = tune(load_run(folder), "recall=0.9")
@@ -78,6 +85,7 @@ def test_calibrated_probabilities_are_what_everything_gives(folder: Path) -> Non
 
     images = np.random.default_rng(0).integers(0, 256, (5, *load_model(folder / MODEL).sample_shape), dtype=np.uint8)
     plain, kept = load_model(folder / MODEL).predict(images), load_run(folder).predictions()
+    before = log_loss(folder)
     found = tune(load_run(folder), "recall=0.8", "platt")
     model = load_model(folder / MODEL)
     by = model.calibration
@@ -94,7 +102,8 @@ def test_calibrated_probabilities_are_what_everything_gives(folder: Path) -> Non
     assert "calibrated" in card.read_text()
     np.testing.assert_allclose(known_share(folder, found.thresholds, hit=True), found.cut.recall)
     assert found.after is not None
-    assert np.nanmean(found.after.error) < np.nanmean(found.before.error)
+    assert (found.after.samples.sum(axis=1) == found.before.samples.sum(axis=1)).all()
+    assert log_loss(folder) < before
 
 
 def test_tuning_again_begins_from_what_the_network_says(folder: Path) -> None:

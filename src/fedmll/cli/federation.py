@@ -28,6 +28,9 @@ Listen = Annotated[str | None, typer.Option("--listen", help="Of a server: anoth
 Status = Annotated[
     str | None, typer.Option("--status", metavar="HOST:PORT", help="Of a server: a page that says how the run stands.")
 ]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Of a server: start also where a class or a site has no labels, without asking.")
+]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: for a rehearsal only.")]
 CHANGEABLE = (
     "--drop, --min-clients, --start-with, --round-timeout, --listen and --status change a server; nothing else does."
@@ -62,6 +65,14 @@ def server(
     max_share: Annotated[
         float, typer.Option("--max-share", help="The most that one client counts in an average by size.")
     ] = 1.0,
+    thresholds: Annotated[
+        str,
+        typer.Option(help="What the model's thresholds are for: f1, recall=0.9, precision=0.8, find=0.9 (as in tune)."),
+    ] = "f1",
+    calibrate: Annotated[
+        str, typer.Option(help="Also the probabilities, from the sites' counts: platt, temperature, none.")
+    ] = "none",
+    yes: Yes = False,
     listen: Annotated[
         str | None, typer.Option("--listen", help="HOST:PORT. Default: 0.0.0.0:8000; --insecure: 127.0.0.1:8000.")
     ] = None,
@@ -82,7 +93,7 @@ def server(
     Examples:  [bold]fedmll server study.toml --clients hospital-a,hospital-b[/]  ·  [bold]fedmll server --simulate 3[/]
     """
     from fedmll.cli import display
-    from fedmll.deploy import rehearsal, serving
+    from fedmll.deploy import label_counts, rehearsal, serving
     from fedmll.running.tracking import check, tracked
 
     check(names_in(track))
@@ -115,15 +126,19 @@ def server(
         validators=names_in(validators),
         start_with=start_with,
         status=status,
+        thresholds=thresholds,
+        calibrate=calibrate,
     )
+    confirm = label_counts.beforehand if yes or played is not None else label_counts.at_terminal
     with display.FederationProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
         watch = tracked(names_in(track), out, progress)
         if played is None:
-            result = serving.serve(experiment, setting, out, watch, passphrase_file)
+            result = serving.serve(experiment, setting, out, watch, passphrase_file, confirm)
         else:
             with rehearsal.joined(played, f"127.0.0.1:{port}", insecure):
-                result = serving.serve(experiment, setting, out, watch)
+                result = serving.serve(experiment, setting, out, watch, confirm=confirm)
     display.show_result(result)
+    show_by_site(out)
 
 
 def exclude(
@@ -143,11 +158,16 @@ def exclude(
 
 
 def go_on(
-    folder: Path, rounds: int, changes: dict[str, Any], passphrase_file: Path | None, track: Sequence[str] = ()
+    folder: Path,
+    rounds: int,
+    changes: dict[str, Any],
+    passphrase_file: Path | None,
+    track: Sequence[str] = (),
+    yes: bool = False,
 ) -> None:
     """`fedmll resume` of a server's folder."""
     from fedmll.cli import display
-    from fedmll.deploy import serving, setting
+    from fedmll.deploy import label_counts, serving, setting
     from fedmll.running.tracking import check, tracked
 
     check(track)
@@ -155,7 +175,28 @@ def go_on(
     warn_of_status(changes.get("status"))
     setting.change(folder, **changes)
     with display.FederationProgress(rounds) as watch, stoppable(f"fedmll resume {folder}"):
-        display.show_result(serving.go_on(folder, tracked(track, folder, watch), passphrase_file))
+        confirm = label_counts.beforehand if yes else label_counts.at_terminal
+        display.show_result(serving.go_on(folder, tracked(track, folder, watch), passphrase_file, confirm))
+    show_by_site(folder)
+
+
+def show_by_site(folder: Path) -> None:
+    """The table of what the sites counted, if they did."""
+    from rich.markup import escape
+
+    from fedmll.cli.tables import console, plain_table, say
+    from fedmll.running import federated
+
+    found = federated.overview(folder)
+    if found is not None:
+        header, rows, notes = found
+        console.print(
+            plain_table(
+                "from the sites' counts, mean over classes, %", header, [list(map(escape, row)) for row in rows]
+            )
+        )
+        for note in notes:
+            say(note)
 
 
 def warn_of_status(address: str | None) -> None:

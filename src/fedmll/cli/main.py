@@ -110,6 +110,7 @@ def resume(
     listen: federation.Listen = None,
     status: federation.Status = None,
     passphrase_file: federation.PassphraseFile = None,
+    yes: federation.Yes = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its last checkpoint, to the very same result.
 
@@ -126,9 +127,9 @@ def resume(
     if (folder / "server.json").is_file():  # a real federation's server
         if rounds or data or root or workers is not None or device or plugins:
             raise ConfigError(f"A federation between machines goes on as it began. {federation.CHANGEABLE}")
-        federation.go_on(folder, total, changes, passphrase_file, names_in(track))
+        federation.go_on(folder, total, changes, passphrase_file, names_in(track), yes)
         return
-    if changes:
+    if changes or yes:
         raise ConfigError(f"{folder} is not a federation between machines. {federation.CHANGEABLE}")
     with display.RunProgress(total) as progress, stoppable(f"fedmll resume {folder}"):
         result = loop.resume(

@@ -233,12 +233,10 @@ def tune(
     Example:  [bold]fedmll tune runs/first --for find=0.9 --calibrate platt[/]
     """
     from fedmll.evaluation.metrics import mean_of
-    from fedmll.running import tuned
+    from fedmll.running import thresholds, tuned
     from fedmll.running.saved import load_run
 
-    if calibrate not in ("none", "platt", "temperature"):
-        raise ConfigError(f"--calibrate takes platt, temperature or none; it got '{calibrate}'.")
-    found = tuned.tune(load_run(folder, plugins=plugins), goal, calibrate)  # type: ignore[arg-type]
+    found = tuned.tune(load_run(folder, plugins=plugins), goal, calibrate)
     measured = (found.thresholds, 100 * found.cut.recall, 100 * found.cut.precision, 100 * found.cut.f1)
     rows = [
         (escape(name), f"{threshold:.4f}", *(f"{value:.1f}" for value in values))
@@ -247,7 +245,7 @@ def tune(
     header = ("class", "threshold", "recall, %", "precision, %", "F1, %")
     console.print(plain_table(f"thresholds for {escape(goal)}, on the validation data", header, rows))
     if goal.startswith("find"):
-        say(tuned.GUARANTEE)
+        say(thresholds.GUARANTEE)
     errors_now = [f"{mean_of(found.before.error):.2f} %"]
     if found.after is not None:
         errors_now.append(f"{mean_of(found.after.error):.2f} % calibrated (on the data it was fitted to)")

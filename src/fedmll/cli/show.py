@@ -62,6 +62,7 @@ def runs(
 
 
 def _show_run(run: Shown) -> None:
+    from fedmll.cli.federation import show_by_site
     from fedmll.running import overview
 
     if run.state != overview.UNREADABLE:
@@ -70,6 +71,8 @@ def _show_run(run: Shown) -> None:
     if run.metrics:
         title = "" if run.state == "finished" else f"after round {run.metrics.get('round', '?')}"
         _print(title, overview.headline_table(run))
+    if run.state == "finished":
+        show_by_site(run.folder)
     _explain([run])
     if run.state in ("stopped", "failed"):
         _say(f"go on with: [bold]fedmll resume {escape(str(run.folder))}[/]")

@@ -36,6 +36,9 @@ Rename = Annotated[
 Ca = Annotated[Path, typer.Option("--ca", help="The CA's certificate, from the server's operator.")]
 Key = Annotated[Path | None, typer.Option("--key", help="Your private key. Default: keys/NAME.key.")]
 Memory = Annotated[Path | None, typer.Option("--memory", help="Where your client remembers. Default: fedmll-NAME.")]
+MinCount = Annotated[
+    int, typer.Option("--min-count", help="Counts of fewer images with, or without, a class do not leave.")
+]
 CA = Path("keys/ca.crt")
 
 
@@ -74,6 +77,7 @@ def join(
     ] = False,
     max_rounds: Annotated[int, typer.Option("--max-rounds", help="Take part in no run with more rounds.")] = 1000,
     min_images: Annotated[int, typer.Option("--min-images", help="Train on so many images or not at all.")] = 10,
+    min_count: MinCount = 10,
     max_memory: Annotated[float, typer.Option("--max-memory", help="Most GB for the model and a batch.")] = 4.0,
     methods: Annotated[str | None, typer.Option("--methods", help="The only methods you allow, comma-separated.")] = (
         None
@@ -115,7 +119,7 @@ def join(
         window_in(window),
         skip_unreadable,
         tuple(file.resolve() for file in weights or ()),
-        Limits(max_rounds, min_images, max_memory, names_in(methods)),
+        Limits(max_rounds, min_images, max_memory, names_in(methods), min_count),
         not yes,
         keep_cache,
         renamed_in(rename),

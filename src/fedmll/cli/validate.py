@@ -21,7 +21,7 @@ from fedmll.cli.options import (
     names_in,
     window_in,
 )
-from fedmll.cli.site import CA, Ca, Csv, Images, Key, Memory, Rename, key_of, renamed_in, take_part
+from fedmll.cli.site import CA, Ca, Csv, Images, Key, Memory, MinCount, Rename, key_of, renamed_in, take_part
 from fedmll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def validate(
         Path | None,
         typer.Option("--out", help="With a model: the JSON file of counts. With a server: the folder of what you get."),
     ] = None,
+    min_count: MinCount = 10,
     plugins: Plugins = None,
 ) -> None:
     """Test a model on your own images, and never train: of a running federation, or a file's.
@@ -73,6 +74,7 @@ def validate(
     Examples:  [bold]fedmll validate fed.example.org:8000 --name lab --csv labels.csv --images scans[/]  ·
     [bold]fedmll validate model.safetensors --csv labels.csv --images scans --out counts.json[/]
     """
+    from fedmll.deploy.approval import Limits
     from fedmll.deploy.joining import Access
     from fedmll.deploy.keys import check_name
     from fedmll.deploy.site import Site
@@ -85,8 +87,9 @@ def validate(
     site = Site(
         called, csv.resolve(), images.resolve(), (memory or Path(f"fedmll-{called}")).resolve(),
         names_in(classes), device, names_in(ignore), group, window_in(window), skip_unreadable,
-        tuple(file.resolve() for file in weights or ()), asks=not yes, rename=renamed_in(rename),
-        out=out.resolve() if out is not None and at_server else None, validates=True,
+        tuple(file.resolve() for file in weights or ()), limits=Limits(min_count=min_count),
+        asks=not yes, rename=renamed_in(rename), validates=True,
+        out=out.resolve() if out is not None and at_server else None,
     )  # fmt: skip
     if not at_server:
         on_a_file(Path(target), site, out, plugins)

@@ -36,10 +36,13 @@ class Limits:
     min_images: int = 10  # to train on: what is learnt from few images says much of each
     max_memory: float = 4.0  # GB, of the model and a batch
     methods: tuple[str, ...] = ()  # the only ones; empty: all
+    min_count: int = 10  # positives, and negatives, of a class: counts of fewer stay at the site
 
     def __post_init__(self) -> None:
-        if self.max_rounds < 1 or self.min_images < 1 or not self.max_memory > 0:
-            raise ConfigError("--max-rounds and --min-images are 1 or more, and --max-memory is more than 0 GB.")
+        if min(self.max_rounds, self.min_images, self.min_count) < 1 or not self.max_memory > 0:
+            raise ConfigError(
+                "--max-rounds, --min-images and --min-count are 1 or more, and --max-memory is more than 0 GB."
+            )
 
     def check_settings(self, experiment: Experiment) -> None:
         name, rounds = experiment.method.name, experiment.training.rounds
@@ -82,7 +85,8 @@ def described(task: Task, training: int, held_out: int, memory: float) -> list[t
         ("clients", str(task.clients)),
         (
             "leaves once",
-            "your name, numbers of images, the names of the classes you annotate, a digest of the data, a few numbers "
+            "your name, numbers of images, the names of the classes you annotate and how many training images have "
+            "each, do not, or are not known to (none of fewer than --min-count), a digest of the data, a few numbers "
             "of what is frozen in the model",
         ),
         (

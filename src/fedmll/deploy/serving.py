@@ -2,6 +2,7 @@
 
 server.json   how the server is run (clients, deadlines, address, keys): what `fedmll resume` needs
 sites.json    what each client said of its data when it first came
+labels.csv    how many of each site's training images have a class, do not, or are not known to
 flower/       Flower's own files and the SuperLink's log
 """
 
@@ -24,7 +25,7 @@ from fedmll.data import federation, sources
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress
-from fedmll.deploy import certificates, keys, labels, own_folder, setting, site, telling
+from fedmll.deploy import certificates, keys, label_counts, labels, own_folder, setting, site, telling
 from fedmll.deploy.desk import Desk, desk_of
 from fedmll.deploy.journal import Journal
 from fedmll.deploy.private import passphrase_of
@@ -35,17 +36,19 @@ from fedmll.errors import ConfigError, DataError, FederationError
 from fedmll.experiment import Experiment
 from fedmll.methods import find, make
 from fedmll.models.flat import frozen_sketch
-from fedmll.running import loop
+from fedmll.running import federated, loop
 from fedmll.running.folder import MODEL
 from fedmll.running.model import load_model
 from fedmll.running.observers import Observer, Result
 from fedmll.settings import NO_DATA
 
 if TYPE_CHECKING:
-    from fedmll.deploy.flower.roster import Grid, Introduction, Roster
+    from fedmll.deploy.flower.roster import Grid, Roster
 
 RESUME = "Free some space, then go on with `fedmll resume`: nothing that was finished is lost."
 RETURN_SECONDS = 60  # for clients to notice that a server is back
+
+Confirm = Callable[[Sequence[str]], None]
 
 
 @own_folder.private()
@@ -55,8 +58,10 @@ def serve(
     out: Path,
     observer: Observer | None = None,
     passphrase_file: Path | None = None,
+    confirm: Confirm = label_counts.at_terminal,
 ) -> Result:
-    """Run a federation from round 1, and leave a folder that `go_on` can go on with. A start that fails leaves none."""
+    """Run a federation from round 1, and leave a folder that `go_on` can go on with. A start that fails leaves none.
+    `confirm` raises FederationError where nobody wants it with the labels that the sites have."""
     from fedmll.deploy.flower.processes import check_address
 
     _check(experiment)
@@ -72,11 +77,16 @@ def serve(
     with files.room_for(out, RESUME):
         loop.create(out, settled(experiment, mine.test.sample_shape))
         setting.save(server, out)
-    return go_on(out, observer, passphrase_file)
+    return go_on(out, observer, passphrase_file, confirm)
 
 
 @own_folder.private()
-def go_on(out: Path, observer: Observer | None = None, passphrase_file: Path | None = None) -> Result:
+def go_on(
+    out: Path,
+    observer: Observer | None = None,
+    passphrase_file: Path | None = None,
+    confirm: Confirm = label_counts.at_terminal,
+) -> Result:
     """Start the federation in a folder, or go on with it from its last checkpoint."""
     from fedmll.deploy.flower.link import own_link
     from fedmll.deploy.flower.processes import FOLDER, Link, new_secret
@@ -99,7 +109,7 @@ def go_on(out: Path, observer: Observer | None = None, passphrase_file: Path | N
                 journal.say(note)
         with own_link(link, journal.say) as connected:
             journal.say(f"listening on {server.host}:{server.port}, waiting for {', '.join(server.invited)}")
-            return drive(connected.grid, experiment, server, out, observer, connected.alive)
+            return drive(connected.grid, experiment, server, out, observer, connected.alive, confirm)
 
 
 @own_folder.private()
@@ -110,18 +120,25 @@ def drive(
     out: Path,
     observer: Observer,
     alive: Callable[[], None] = lambda: None,
+    confirm: Confirm = label_counts.at_terminal,
 ) -> Result:
     """The run itself, over any Grid of Flower's (a SuperLink's, or its simulation engine's)."""
     _check_start(experiment, server)
     own_folder.make_private(out)  # names and metrics of sites
     with desk_of(out, server, experiment, observer) as desk:
-        return _drive(grid, experiment, server, out, desk, alive)
+        return _drive(grid, experiment, server, out, desk, alive, confirm)
 
 
 def _drive(
-    grid: Grid, experiment: Experiment, server: Server, out: Path, desk: Desk, alive: Callable[[], None]
+    grid: Grid,
+    experiment: Experiment,
+    server: Server,
+    out: Path,
+    desk: Desk,
+    alive: Callable[[], None],
+    confirm: Confirm,
 ) -> Result:
-    from fedmll.deploy.flower.coming import starts_without
+    from fedmll.deploy.flower.coming import of_sites, starts_without
     from fedmll.deploy.flower.engine import FlowerEngine
     from fedmll.deploy.flower.roster import Roster
 
@@ -138,26 +155,27 @@ def _drive(
         server.validators, record=desk.record, bars=desk.bars,
     )  # fmt: skip
     _wait(roster, server, alive, setting.begun(out))
-    prepared = _federation(experiment, server, roster.introductions, mine)
+    prepared = of_sites(experiment, server, roster.introductions, mine.test, mine.unlabelled)
     if without := starts_without(prepared, server.taking_part, roster.introductions):
         say(without)
+    label_counts.settle(out, classes, roster.introductions, server.taking_part, say, confirm)
     engines: list[FlowerEngine] = []
 
     def make_engine(data: Federation, _: Path, progress: Progress) -> Engine:
         engine = FlowerEngine(
             data, roster, out,
-            min_clients=server.min_clients,
-            round_timeout=server.round_timeout,
-            tries=server.tries,
+            min_clients=server.min_clients, round_timeout=server.round_timeout, tries=server.tries,
             alive=alive,
             progress=progress,
             max_share=server.max_share,
+            goal=server.thresholds, calibrate=server.calibrate,
         )  # fmt: skip
         engines.append(engine)
         return engine
 
     result = loop.resume(out, observer=observer, prepared=prepared, make_engine=make_engine)
-    engines[0].hand_over(load_model(out / MODEL), {})
+    label_counts.write(out, classes, roster.introductions)  # with who came later
+    engines[0].hand_over(load_model(out / MODEL), federated.by_site(out))
     desk.end("finished")
     engines[0].farewell(desk.audit.last)
     return result
@@ -269,33 +287,3 @@ def _wait(roster: Roster, server: Server, alive: Callable[[], None], begun: bool
                 "good: `fedmll resume --drop NAME`."
             )
         time.sleep(0.5)
-
-
-def _federation(
-    experiment: Experiment, server: Server, introductions: dict[str, Introduction], mine: OwnData
-) -> Federation:
-    """The federation as the server knows it: sizes and classes, not a single training sample."""
-    from fedmll.deploy.flower.coming import with_sites
-
-    classes, clients = mine.test.classes, len(server.everybody)
-    nothing = Dataset(mine.test.store[:0], np.zeros((0, len(classes)), np.int8), classes, np.zeros(0, np.int64))
-    data = federation.Federation(
-        experiment,
-        train=nothing,
-        truth=nothing.labels,
-        test=mine.test,
-        validation=nothing,
-        held_out=nothing,
-        held_out_owner=np.zeros(0, np.int64),
-        names=server.everybody,
-        samples=(),
-        annotated=np.zeros((clients, len(classes)), bool),
-        allowed=np.ones((clients, len(classes)), bool),
-        report={},
-        server=mine.unlabelled,
-        source=nothing,
-        pooled_rows=np.zeros(0, np.int64),
-        decided={},
-    )
-    training = {name: told for name, told in introductions.items() if name in server.clients}
-    return with_sites(data, training)

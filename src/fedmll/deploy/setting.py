@@ -13,6 +13,7 @@ from typing import Any
 from fedmll import files
 from fedmll.deploy import keys
 from fedmll.errors import ConfigError, nearest
+from fedmll.running.thresholds import checked_calibration, thresholds_for
 
 FILE, SITES = "server.json", "sites.json"
 
@@ -34,6 +35,8 @@ class Server:
     validators: tuple[str, ...] = ()  # they only test the common model, and are no clients
     start_with: int | None = None  # clients that must have come before round 1; None: all
     status: str | None = None  # HOST:PORT of the operator's page
+    thresholds: str = "f1"  # what they are chosen for, from the sites' validation counts: running/thresholds.py
+    calibrate: str = "none"
     run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -50,6 +53,8 @@ class Server:
                 f"--start-with {self.needed} is not possible with {len(self.taking_part)} clients, of which a round "
                 f"needs {self.min_clients} (--min-clients)."
             )
+        thresholds_for(self.thresholds)
+        checked_calibration(self.calibrate)
         if not 0 < self.max_share <= 1:
             raise ConfigError(f"--max-share {self.max_share:g} is not a share; it is more than 0, and at most 1.")
         if not all(0 < seconds < math.inf for seconds in (self.round_timeout, self.join_timeout)):

@@ -16,7 +16,7 @@ from fedmll.data.images.decode import Size, as_8_bit, finish, look_at, open_imag
 from fedmll.data.images.labels_csv import LabelTable, read_labels
 from fedmll.data.images.reading import left_out, readable
 from fedmll.data.sources import folder
-from fedmll.data.targets import TEST, TRAIN
+from fedmll.data.targets import TEST, TRAIN, VALIDATION
 from fedmll.deploy.approval import Limits
 from fedmll.errors import DataError, nearest
 from fedmll.settings import Reading
@@ -56,7 +56,7 @@ class SiteData:
     train: Dataset
     held_out: Dataset  # its own test data: rows marked validation or test, or a share drawn by the seed
     annotated: NDArray[np.bool_]  # (C,): it knows at least one label
-    split: NDArray[np.int8] | None = None  # of the held-out rows, where the file says it: VALIDATION or TEST
+    validation: NDArray[np.bool_]  # of held_out: thresholds are chosen on these rows, and metrics are of the others
     window: tuple[float, float] | None = None  # the values that became 0 and 255, of images of more than 8 bits
 
 
@@ -129,8 +129,9 @@ def load(
     train, held_out = _divided(site, table, seed, holdout)
     if _all_blank(samples.subset(held_out if site.validates else train)):
         raise _nothing_to_see(site)
-    split = None if table.split is None else table.split[held_out]
-    return SiteData(samples.subset(train), samples.subset(held_out), annotated, split, found.window)
+    marked = np.zeros(len(held_out), bool) if table.split is None else table.split[held_out] == VALIDATION
+    apart = marked & (not marked.all())  # rows of one kind serve for both
+    return SiteData(samples.subset(train), samples.subset(held_out), annotated, apart, found.window)
 
 
 def sizes(site: Site, seed: int, holdout: float) -> tuple[int, int]:

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
+from torch import Tensor
 
 from fedmll import files
 from fedmll.client import Client, Task
+from fedmll.data.dataset import Dataset
 from fedmll.data.digest import digest_of
 from fedmll.data.images.cache import images_in, silent
-from fedmll.deploy import approval, handing, own_folder, site
+from fedmll.deploy import approval, handing, label_counts, own_folder, site
 from fedmll.deploy.approval import Limits
 from fedmll.deploy.estimate import GIGABYTE, bytes_needed
 from fedmll.deploy.sentences import Refused
@@ -27,14 +30,14 @@ from fedmll.engines.local import choose_device
 from fedmll.engines.memory import MemoryStore
 from fedmll.evaluation import metrics
 from fedmll.evaluation.histograms import few, histograms
+from fedmll.evaluation.pooled import VALIDATED
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.models.flat import frozen_sketch
 from fedmll.running.model import SavedModel
 
 SMALLEST_GROUP = 5  # images that a class's mean or sum must be of before it leaves the site
-SMALLEST_COUNT = 10  # positives, and negatives, that a class must have before its histograms leave the site
-COUNTS = "counts"  # the histograms' name in a reply
+COUNTS, FOR_THRESHOLDS = "counts", "validation-counts"  # the histograms' names in a reply
 ME = 0  # a site's memory store has one client
 MOST_ESTIMATES = 64  # that are kept: a server may say something else every time
 _estimates: dict[tuple[Any, ...], float] = {}  # found once in a process: setup, site, images, limit → bytes
@@ -131,6 +134,9 @@ class SiteWorker:
             "name": self.site.name,
             "samples": len(self.data.train),
             "held_out": len(self.data.held_out),
+            "validation": int(self.data.validation.sum()),
+            "min_count": self.site.limits.min_count,
+            "labels": label_counts.of_site(self.data.train, self.data.annotated, self.site.limits.min_count),
             "classes": np.array(self.learner.task.classes)[self.data.annotated].tolist(),
             "digest": self.digest,
             "frozen": frozen_sketch(self.learner.model),
@@ -175,19 +181,28 @@ class SiteWorker:
 
     def evaluate(self, message: Message) -> Message:
         """The global model on the site's own held-out data: every metric, and for each class the histograms that
-        metrics of all sites' data together follow from. Those of few images stay here, and are named."""
+        metrics of all sites' data together follow from; where it has validation and test rows, those of the validation
+        rows apart, for thresholds. Those of few images stay here, and are named."""
         self.learner.receive(message)
-        data = self.data.held_out
+        data, apart = self.data.held_out, self.data.validation
         scores = self.learner.predict(data, 0, len(data)).numpy()
-        counts = histograms(scores, data.labels)
-        kept = few(counts, SMALLEST_COUNT)
+        values = metrics.evaluate(scores[~apart], data.labels[~apart], data.classes).values
+        tensors = {COUNTS: self._counts("tests", scores[~apart], data.subset(np.flatnonzero(~apart)))}
+        if apart.any():
+            found = metrics.evaluate(scores[apart], data.labels[apart], data.classes).values
+            values |= {f"val_{name}": found[name] for name in VALIDATED}
+            tensors[FOR_THRESHOLDS] = self._counts("thresholds", scores[apart], data.subset(np.flatnonzero(apart)))
+        self.told = True
+        return Message(tensors, values)
+
+    def _counts(self, purpose: str, scores: NDArray[np.float32], data: Dataset) -> Tensor:
+        counts, smallest = histograms(scores, data.labels), self.site.limits.min_count
+        kept = few(counts, smallest)
         names = ", ".join(name for name, keep in zip(data.classes, kept, strict=True) if keep)
         if names and not self.told:
-            self.show(f"tests: no counts leave of {names}: fewer than {SMALLEST_COUNT} images with, or without, them")
-        self.told = True
+            self.show(f"{purpose}: no counts leave of {names}: fewer than {smallest} images with, or without, them")
         counts[:, kept] = 0
-        values = metrics.evaluate(scores, data.labels, data.classes).values
-        return Message({COUNTS: torch.from_numpy(counts)}, values)
+        return torch.from_numpy(counts.astype(np.int32))
 
     def take(self, message: Message, digest: object) -> SavedModel:
         """The common model, when the run is over."""

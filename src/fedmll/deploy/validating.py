@@ -15,9 +15,8 @@ from fedmll import files
 from fedmll.data.images.cache import Progress, images_in, silent
 from fedmll.deploy import own_folder, site
 from fedmll.deploy.site import Site
-from fedmll.deploy.site_worker import SMALLEST_COUNT
 from fedmll.evaluation import metrics
-from fedmll.evaluation.histograms import BINS, WIDTH, evaluate_counts, few, histograms
+from fedmll.evaluation.histograms import BINS, ENDS, evaluate_counts, few, histograms
 from fedmll.evaluation.metrics import Ints
 from fedmll.running.folder import to_json
 from fedmll.running.model import SavedModel
@@ -33,6 +32,7 @@ class Validated:
     report: metrics.Report
     counts: Ints
     few: tuple[str, ...]
+    minimum: int
 
     def write(self, file: Path) -> None:
         """What may be sent: counts, and the metrics that follow from them."""
@@ -44,10 +44,10 @@ class Validated:
         }
         told = {
             "model": f"sha256:{files.checksum(self.model)}",
-            "minimum": SMALLEST_COUNT,
+            "minimum": self.minimum,
             "few": self.few,
             "bins": BINS,
-            "width": WIDTH,
+            "ends": [round(float(end), 6) for end in ENDS],  # in logits
             "counts": {
                 name: {
                     side: {int(place): int(self.counts[row, column, place]) for place in np.flatnonzero(one)}
@@ -72,10 +72,10 @@ def validate_model(model: SavedModel, where: Site, progress: Progress = silent) 
         scores: NDArray[np.float32] = model.predict(data)
         report = metrics.evaluate(scores, data.labels, model.classes, model.tuned_thresholds)
     counts = histograms(scores, data.labels)
-    small = few(counts, SMALLEST_COUNT)
+    small = few(counts, where.limits.min_count)
     counts[:, small] = 0
     names = tuple(np.array(model.classes)[small].tolist())
-    return Validated(model.file, model.classes, len(data), report, counts, names)
+    return Validated(model.file, model.classes, len(data), report, counts, names, where.limits.min_count)
 
 
 def _plain(value: Any) -> float | int:

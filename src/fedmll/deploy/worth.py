@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from fedmll import files
 from fedmll.data.federation import split_off
 from fedmll.data.images.cache import Progress, silent
-from fedmll.data.targets import TEST, VALIDATION
 from fedmll.deploy import own_folder
 from fedmll.deploy.alone import trained_alone
 from fedmll.deploy.site_worker import SiteWorker
@@ -21,11 +20,10 @@ from fedmll.errors import FedmllError
 from fedmll.evaluation import cuts
 from fedmll.evaluation.beside import FEW, Beside, Told
 from fedmll.evaluation.histograms import histograms
-from fedmll.evaluation.metrics import Floats
 from fedmll.report.site_page import ALONE, ALONE_OWN, COMMON, COMMON_OWN, Worth, site_page, verdict
 from fedmll.running.folder import MODEL
 from fedmll.running.model import SavedModel, load_model, recalibrated, write_model
-from fedmll.running.tuned import chosen
+from fedmll.running.thresholds import Choice, choose
 
 FILE, OWN_MODEL = "site-report.html", "model-own.safetensors"
 HALF = 0.5
@@ -47,8 +45,8 @@ def divided(worker: SiteWorker) -> Division:
     """By the file's own split where it has validation and test rows; else two halves by the seed, patients whole."""
     data, seed = worker.data, worker.learner.task.seed
     rows = np.arange(len(data.held_out))
-    if data.split is not None and {VALIDATION, TEST} <= set(data.split.tolist()):
-        tuning, test = np.flatnonzero(data.split == VALIDATION), np.flatnonzero(data.split == TEST)
+    if data.validation.any():
+        tuning, test = np.flatnonzero(data.validation), np.flatnonzero(~data.validation)
         how = "as your file marks them (split = validation and test)"
     else:
         test, tuning = split_off(rows, HALF, seed, f"{worker.site.name}, report", data.held_out.patients)
@@ -66,9 +64,7 @@ def write_site_report(
     with own_folder.private():
         files.write(folder / FILE, site_page(worth))
         if own is not None:
-            thresholds, by = own
-            told = {"thresholds": thresholds.tolist(), "thresholds_for": "f1", "calibration": by.tolist()}
-            write_model(folder / OWN_MODEL, model.weights, model.description | told)
+            write_model(folder / OWN_MODEL, model.weights, model.description | own.described)
     show(verdict(worth))
     show(f"the report is in {folder / FILE}")
     if own is not None:
@@ -76,10 +72,8 @@ def write_site_report(
     return folder / FILE
 
 
-def found_out(
-    worker: SiteWorker, model: SavedModel, progress: Progress = silent
-) -> tuple[Worth, tuple[Floats, Floats] | None]:
-    """All that the page says; and the site's own thresholds and calibration (a, b), for all classes of the model."""
+def found_out(worker: SiteWorker, model: SavedModel, progress: Progress = silent) -> tuple[Worth, Choice | None]:
+    """All that the page says; and the site's own thresholds and calibration, for all classes of the model."""
     data, task, division = worker.data, worker.learner.task, divided(worker)
     columns = np.flatnonzero(data.annotated)
     classes, held_out = tuple(np.array(task.classes)[columns].tolist()), data.held_out.only(columns)
@@ -89,9 +83,14 @@ def found_out(
     groups = None if held_out.patients is None else held_out.patients[division.test]
     if not _enough(targets).any():
         return Worth(worker.site.name, study, classes, {}, targets, division.words), None
-    common, usual = _common(worker, model)
-    own = _own(common, data.held_out.labels, division.tuning, usual)
-    told = {COMMON: Told(common.usual, usual), COMMON_OWN: Told(recalibrated(common.raw, own[1]), own[0])}
+    worker.learner.load(model.weights)
+    raw = worker.learner.predict(data.held_out, 0, len(data.held_out)).numpy().astype(np.float64)
+    usual = _usual(model)
+    own = _own(raw, data.held_out.labels, division.tuning, usual)
+    told = {
+        COMMON: Told(raw, usual.thresholds) if model.calibration is None else _told(raw, usual),
+        COMMON_OWN: _told(raw, own),
+    }
     told = {name: Told(one.probabilities[:, columns], one.thresholds[columns]) for name, one in told.items()}
     notes = [_own_words(held_out.labels[division.tuning], classes)]
     if not worker.site.validates:
@@ -103,28 +102,23 @@ def found_out(
     return Worth(worker.site.name, study, classes, told, targets, division.words, notes, task.seed, groups, beside), own
 
 
-@dataclass(frozen=True)
-class _Said:
-    """Probabilities of the held-out data: as the network gives them, and as the model's own calibration has them."""
-
-    raw: Scores
-    usual: Scores
-
-
-def _common(worker: SiteWorker, model: SavedModel) -> tuple[_Said, Floats]:
-    worker.learner.load(model.weights)
-    raw = worker.learner.predict(worker.data.held_out, 0, len(worker.data.held_out)).numpy().astype(np.float64)
-    usual = raw if model.calibration is None else recalibrated(raw, model.calibration)
-    cut = model.tuned_thresholds
-    return _Said(raw, usual), np.full(raw.shape[1], cuts.USUAL) if cut is None else cut
+def _usual(model: SavedModel) -> Choice:
+    """As the model's file has it, where it has something."""
+    count = len(model.classes)
+    cut = np.full(count, cuts.USUAL) if model.tuned_thresholds is None else model.tuned_thresholds
+    by = np.tile([1.0, 0.0], (count, 1)) if model.calibration is None else model.calibration
+    return Choice("f1", cut, cut, by)
 
 
-def _own(said: _Said, labels: NDArray[np.int8], tuning: Rows, usual: Floats) -> tuple[Floats, Floats]:
+def _own(raw: Scores, labels: NDArray[np.int8], tuning: Rows, usual: Choice) -> Choice:
     """Chosen on these rows; a class with few of them keeps what it has."""
-    thresholds, by = chosen(histograms(said.raw[tuning], labels[tuning]), cuts.best_f1, "platt")
-    assert by is not None
-    enough = _enough(labels[tuning])
-    return np.where(enough, thresholds, usual), np.where(enough[:, None], by, [1.0, 0.0])
+    chosen = choose(histograms(raw[tuning], labels[tuning]), "f1", "platt")
+    return chosen.where(_enough(labels[tuning]), usual)
+
+
+def _told(raw: Scores, choice: Choice) -> Told:
+    assert choice.by is not None
+    return Told(recalibrated(raw, choice.by), choice.thresholds)
 
 
 def _alone(
@@ -137,8 +131,8 @@ def _alone(
     except FedmllError as error:
         return {}, f"There is no model of your own to compare with; it could not be trained: {error}"
     raw = scores.astype(np.float64)
-    usual = np.full(raw.shape[1], cuts.USUAL)
-    thresholds, by = _own(_Said(raw, raw), labels, division.tuning, usual)
+    cut = np.full(raw.shape[1], cuts.USUAL)
+    usual = Choice("f1", cut, cut, np.tile([1.0, 0.0], (raw.shape[1], 1)))
     words = (
         f"Your own model was trained here on your images alone, with the same experiment: {training.rounds} rounds of "
         f"{training.local_epochs} × over them, the same network, seed and settings; it knows the classes that you "
@@ -146,7 +140,7 @@ def _alone(
     )
     if instead is not None:
         words += f" {instead}."
-    return {ALONE: Told(raw, usual), ALONE_OWN: Told(recalibrated(raw, by), thresholds)}, words
+    return {ALONE: Told(raw, cut), ALONE_OWN: _told(raw, _own(raw, labels, division.tuning, usual))}, words
 
 
 def _own_words(labels: NDArray[np.int8], classes: tuple[str, ...]) -> str:

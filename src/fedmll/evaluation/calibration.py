@@ -1,8 +1,8 @@
 """Whether probabilities mean what they say, and how to make them so: from sums (histograms.py) of data that may lie at
 many places.
 
-A bin's samples are taken to have its middle logit. A probability is then wrong by at most half of its bin's width, at
-most 1/256, and so is the calibration error, whose bound is said beside it.
+A bin's samples are taken to lie in its middle. A probability is then wrong by at most half of its bin's width, at most
+1/1024, and so is the calibration error, whose bound is said beside it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Literal
 import numpy as np
 from scipy.special import expit
 
-from fedmll.evaluation.histograms import BINS, EDGES, HALF, WIDTH
+from fedmll.evaluation.histograms import BINS, ENDS
 from fedmll.evaluation.metrics import Floats, Ints
 
 RANGES = 15  # of equal width in probability, as Guo et al. (2017) have them
-LOGITS = WIDTH * (np.arange(BINS) - HALF + 0.5)  # the middle of each bin
-MIDDLES = expit(LOGITS)
-WIDTHS = np.diff(EDGES, prepend=0, append=1)
+LOGITS = (ENDS[:-1] + ENDS[1:]) / 2  # the middle of each bin, of logits
+LOWEST, HIGHEST = np.append(-np.inf, ENDS[1:-1]), np.append(ENDS[1:-1], np.inf)  # the logits that a bin can have
 STEPS, SHORTEST = 100, 1e-9  # of Newton's method; a step below the latter ends it
 
 
@@ -36,21 +35,25 @@ class Reliability:
     bound: Floats
 
 
-def reliability(counts: Ints) -> Reliability:
-    place = np.minimum((MIDDLES * RANGES).astype(int), RANGES - 1)
+def reliability(counts: Ints, by: Floats | None = None, bins: Ints | slice = slice(None)) -> Reliability:
+    """Of (2, C, K) counts in these `bins`, in ascending order; of σ(a z + b) with the a > 0 and b (C, 2) in `by`."""
+    scale, shift = np.hsplit(np.array([[1.0, 0.0]]) if by is None else by, 2)
+    low, high = (expit(scale * ends[bins] + shift) for ends in (LOWEST, HIGHEST))  # (1 or C, K)
+    middle, half = (low + high) / 2, (high - low) / 2
+    starts = np.array([np.searchsorted(row, np.arange(RANGES + 1) / RANGES) for row in middle])
+    starts[:, -1] = middle.shape[1]
     positives, negatives = counts
     both = positives + negatives
 
     def by_range(values: Floats | Ints) -> Floats:
-        found = np.zeros((len(values), RANGES))
-        np.add.at(found.T, place, values.T)
-        return found
+        upto = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+        return np.diff(np.take_along_axis(upto, np.broadcast_to(starts, (len(values), RANGES + 1)), axis=1))
 
     samples, total = by_range(both), both.sum(axis=1)
     with np.errstate(invalid="ignore"):  # 0 / 0: NaN is meant
-        predicted, observed = by_range(both * MIDDLES) / samples, by_range(positives) / samples
+        predicted, observed = by_range(both * middle) / samples, by_range(positives) / samples
         gaps = np.where(samples > 0, np.abs(predicted - observed), 0) * samples
-        error, bound = gaps.sum(axis=1) / total, (both * WIDTHS / 2).sum(axis=1) / total
+        error, bound = gaps.sum(axis=1) / total, (both * half).sum(axis=1) / total
     return Reliability(predicted, observed, samples.astype(np.int64), 100 * error, 100 * bound)
 
 
@@ -68,16 +71,6 @@ def fitted(counts: Ints, kind: Literal["platt", "temperature"]) -> Floats:
     targets = np.stack([1 / (negatives + 2), (positives + 1) / (positives + 2)], axis=1)
     found = _newton(counts, np.tile([1.0, 0.0], (counts.shape[1], 1)), targets)
     return np.where(((positives > 0) & (negatives > 0))[:, None], found, _unchanged(counts))
-
-
-def calibrated(counts: Ints, by: Floats) -> Ints:
-    """The histograms of σ(a z + b): each bin moves to where its middle goes."""
-    place = np.clip(np.floor((by[:, :1] * LOGITS + by[:, 1:]) / WIDTH).astype(int) + HALF, 0, BINS - 1)
-    moved = np.zeros_like(counts)
-    rows = np.broadcast_to(np.arange(counts.shape[1])[:, None], place.shape)
-    for side in (0, 1):
-        np.add.at(moved[side], (rows, place), counts[side])
-    return moved
 
 
 def _unchanged(counts: Ints) -> Floats:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedmll.errors import ConfigError
-from fedmll.evaluation.histograms import BINS, EDGES
-from fedmll.evaluation.metrics import Floats, Ints
+from fedmll.evaluation.histograms import BINS, EDGES, MIDDLES
+from fedmll.evaluation.metrics import Confusion, Floats, Ints
 
 USUAL = 0.5  # of a class that the data says nothing about
 NEVER = 1.0  # p > 1: no cut reaches what is wanted
@@ -19,10 +19,16 @@ THRESHOLDS = np.concatenate([[-0.5], np.nextafter(EDGES, 0)])
 
 
 def best_f1(counts: Ints) -> Floats:
-    """(C,): the highest F1. Of equal cuts the highest; a class without a positive keeps the usual threshold."""
+    """(C,): the highest F1. Of equal cuts the highest, but midway to the next lower score, as `best_thresholds` has it:
+    what is new lies on both sides. A class without a positive keeps the usual threshold."""
     hits, alarms = _reached(counts)
     positives = hits[:, :1]
-    return _chosen(positives > 0, 2 * hits / np.maximum(hits + alarms + positives, 1))
+    place = _highest(2 * hits / np.maximum(hits + alarms + positives, 1))
+    bins, some = np.arange(BINS), counts.any(axis=0)
+    below = np.where(some & (bins < place[:, None]), bins, -1).max(axis=1)  # the next bin with a score; −1: none
+    middle = (MIDDLES[place] + np.where(below < 0, 0, MIDDLES[below])) / 2
+    midway = np.clip(np.searchsorted(EDGES, middle, side="right"), below + 1, place)
+    return np.where(positives[:, 0] > 0, THRESHOLDS[midway], USUAL)
 
 
 def wanted_recall(counts: Ints, recall: float) -> Floats:
@@ -31,7 +37,7 @@ def wanted_recall(counts: Ints, recall: float) -> Floats:
     hits, _ = _reached(_share("recall", recall, counts))
     positives = hits[:, :1]
     enough = hits >= np.ceil(np.round(recall * positives, 9))
-    return _chosen(positives > 0, enough.astype(np.float64))
+    return np.where(positives[:, 0] > 0, THRESHOLDS[_highest(enough)], USUAL)
 
 
 def wanted_precision(counts: Ints, precision: float) -> Floats:
@@ -59,6 +65,13 @@ def controlled_recall(counts: Ints, recall: float) -> Floats:
     return THRESHOLDS[place]
 
 
+def cut_by(counts: Ints, thresholds: Floats) -> Confusion:
+    """What thresholds (C,) that lie on edges, as those above, give on this data: exact."""
+    above = np.nextafter(thresholds, -1)[:, None] <= THRESHOLDS  # 0.5 is the edge itself: its bin counts too
+    (hits, alarms), (positives, negatives) = (counts * above).sum(axis=2), counts.sum(axis=2)
+    return Confusion(np.stack([negatives - alarms, alarms, positives - hits, hits]).astype(np.float64))
+
+
 def _share(name: str, value: float, counts: Ints) -> Ints:
     if not 0 < value < 1:
         raise ConfigError(f"A wanted {name} lies between 0 and 1, for example 0.9; it is {value:g}.")
@@ -71,7 +84,7 @@ def _reached(counts: Ints) -> tuple[Ints, Ints]:
     return positives, negatives
 
 
-def _chosen(known: np.ndarray, worth: Floats) -> Floats:
-    """The highest cut of the greatest worth."""
-    place = BINS - 1 - np.argmax(worth[:, ::-1], axis=1)
-    return np.where(known[:, 0], THRESHOLDS[place], USUAL)
+def _highest(worth: np.ndarray) -> Ints:
+    """(C,): the highest bin of the greatest worth."""
+    place: Ints = BINS - 1 - np.argmax(worth[:, ::-1], axis=1)
+    return place

@@ -2,9 +2,10 @@
 one of its negatives. Added up they say how the model ranks all samples together, which no mean of the places' own
 metrics does.
 
-Bins are equally wide in logits, so they are the finer in probabilities the nearer these are to 0 and 1. Inside a bin
-the order is lost: AUC and AP are the middle of what is possible, and their error is at most half of that range. A bin
-begins at 0.5, so F1, precision, recall and BACC of the prediction p ≥ 0.5 are exact.
+Bins are of logits, so they are the finer in probabilities the nearer these are to 0 and 1: 1/128 wide from −6 to 6,
+where most scores are, and 1/25.6 beyond. Inside a bin the order is lost: AUC and AP are the middle of what is possible,
+and their error is at most half of that range. A bin begins at 0.5, so F1, precision, recall and BACC of the prediction
+p ≥ 0.5 are exact.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from numpy.typing import NDArray
 
 from fedmll.evaluation.metrics import Confusion, Floats, Ints, Report, checked, mean_of
 
-BINS = 1024
-WIDTH = 1 / 32  # of a bin, in logits: from −16 to 16, beyond which float32 has hardly any probabilities
+BINS = 2048
 HALF = BINS // 2  # the bin that begins at 0.5
-EDGES = 1 / (1 + np.exp(-WIDTH * (np.arange(1, BINS) - HALF)))  # between the bins; a bin has its lower edge
+FINE, LAST = 6, 16  # logits: up to where bins are 1/128 wide, and beyond which float32 has hardly any probabilities
+_UPPER = np.concatenate([np.arange(128 * FINE) / 128, np.linspace(FINE, LAST, HALF - 128 * FINE, endpoint=False)])
+ENDS = np.concatenate([[-LAST], -_UPPER[:0:-1], _UPPER, [LAST]])  # bin n: from ENDS[n] to ENDS[n + 1]; all beyond too
+EDGES = 1 / (1 + np.exp(-ENDS[1:-1]))  # between the bins; a bin has its lower edge
+MIDDLES = (np.append(0, EDGES) + np.append(EDGES, 1)) / 2
 ONE_BY_ONE = 32  # terms of a sum of reciprocals; the others by a formula
 
 
@@ -44,12 +48,9 @@ def evaluate_counts(counts: Ints, classes: Sequence[str]) -> Report:
     """What follows from (2, C, BINS) counts; as `metrics.evaluate` has it, but that a prediction is p ≥ 0.5 everywhere.
     `auc_error` and `ap_error`, beside AUC and AP, are the most that these can be away from the exact ones; an average
     has the mean of its classes' errors."""
-    low, high = np.stack([_possible_auc(counts), _possible_ap(counts)], axis=1)  # each (AUC or AP, C)
+    low, high = ranked(counts)
     (auc, ap), (auc_error, ap_error) = (low + high) / 2, (high - low) / 2
-    positives, negatives = counts
-    hits, alarms = positives[:, HALF:].sum(axis=1), negatives[:, HALF:].sum(axis=1)
-    cells = np.stack([negatives.sum(axis=1) - alarms, alarms, positives.sum(axis=1) - hits, hits])
-    cut = Confusion(cells.astype(np.float64))
+    cut = halved(counts)
     shares = {"ap": ap, "auc": auc, "f1": cut.f1, "bacc": cut.bacc}
     left_out = {
         family: tuple(name for name, out in zip(classes, np.isnan(share), strict=True) if out)
@@ -66,6 +67,17 @@ def evaluate_counts(counts: Ints, classes: Sequence[str]) -> Report:
         | {"positives": cut.positives.astype(np.int64), "known": cut.known.astype(np.int64)},
         left_out,
     )
+
+
+def ranked(counts: Ints) -> Floats:
+    """(2, 2, C): the least, and the most, that AUC and AP can be, as shares. The columns may be some bins only."""
+    return np.stack([_possible_auc(counts), _possible_ap(counts)], axis=1)
+
+
+def halved(counts: Ints, half: int = HALF) -> Confusion:
+    """Of the prediction p ≥ 0.5; `half`: the first column of such scores."""
+    (positives, negatives), (hits, alarms) = counts.sum(axis=2), counts[:, :, half:].sum(axis=2)
+    return Confusion(np.stack([negatives - alarms, alarms, positives - hits, hits]).astype(np.float64))
 
 
 def _possible_auc(counts: Ints) -> Floats:
@@ -95,7 +107,7 @@ def _reciprocals(start: Floats, count: Floats) -> Floats:
     """1/(start + 1) + … + 1/(start + count), in bounded memory: after the first terms by Euler and Maclaurin's formula,
     whose error is below 10⁻¹¹ there."""
     total = np.zeros_like(start)
-    for term in range(1, ONE_BY_ONE + 1):
+    for term in range(1, min(ONE_BY_ONE, int(count.max(initial=0))) + 1):
         total += np.where(term <= count, 1 / (start + term), 0)
     first = start + ONE_BY_ONE
     last = np.maximum(start + count, first)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedmll import registry
 from fedmll.evaluation import metrics
+from fedmll.evaluation.counted import Counted
 
 if TYPE_CHECKING:
     from fedmll.data.federation import Federation
@@ -44,7 +45,7 @@ def of_a_site() -> frozenset[str]:
     """The metrics that a site may say of its own held-out data; everything else is not believed."""
     elsewhere = ("val_", "client_")
     own = {name for name in METRICS if not name.startswith(elsewhere) and not name.endswith("_tuned")}
-    return frozenset(own - {"accuracy"}) | registry.added("metric").keys()
+    return frozenset(own - {"accuracy"}) | {f"val_{name}" for name in VALIDATED} | registry.added("metric").keys()
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Evaluation:
     report: metrics.Report  # of the test data; of the sites' held-out data together where there is none
     clients: metrics.ClientReport | None = None  # of the clients' own held-out data
     scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # of a common model
+    counted: Counted | None = None  # what the sites of a federation between machines counted
 
 
 def evaluate_alone(data: Federation, scores: Mapping[int, Mapping[str, NDArray[np.float32]]]) -> Evaluation:

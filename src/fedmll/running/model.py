@@ -61,7 +61,7 @@ def describe(
         "window": experiment.data.window,
         "thresholds": None if thresholds is None else [float(value) for value in thresholds],
         "thresholds_for": None if thresholds is None else "f1",
-        "calibration": None,  # or a and b of σ(a z + b), class by class: see running/tuned.py
+        "calibration": None,  # or a and b of σ(a z + b), class by class: see running/thresholds.py
         "clients": task.clients,
         "round": round,
         "began_from": weights,

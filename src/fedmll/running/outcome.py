@@ -15,6 +15,7 @@ from fedmll.engines.learner import Learner
 from fedmll.evaluation.metrics import best_thresholds
 from fedmll.evaluation.pooled import Evaluation
 from fedmll.message import Message
+from fedmll.running import federated
 from fedmll.running.clients import write_clients
 from fedmll.running.folder import (
     CLIENTS,
@@ -42,9 +43,13 @@ def leave(
     weights = learner.named(message)
     if not learner.method.mean.alone:
         description = describe(data.experiment, learner, thresholds_of(data, found), kept)
-        write_model(out / MODEL, weights | learner.frozen(), description)
+        chosen = federated.chosen(found.counted)
+        described = description if chosen is None else description | chosen.described
+        write_model(out / MODEL, weights | learner.frozen(), described)
     if found.scores:
         write_predictions(out / PREDICTIONS, data, found.scores)
+    if found.counted is not None:
+        federated.write(out, found.counted, data.experiment.seed)
     write_rows(out / METRICS_CSV, rows)
     write_clients(out / CLIENTS, data)
     summary = _summary(data, learner, found, kept, rows, notes)

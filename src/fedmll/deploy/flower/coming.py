@@ -10,12 +10,43 @@ import numpy as np
 import torch
 
 from fedmll.client import Peer
+from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
-from fedmll.deploy.flower.roster import Introduction, Roster
+from fedmll.deploy.flower.roster import Roster
+from fedmll.deploy.introduction import Introduction
+from fedmll.deploy.setting import Server
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError, ReplyRefused
+from fedmll.experiment import Experiment
 
 Here = Mapping[str, Introduction]  # by name
+
+
+def of_sites(
+    experiment: Experiment, server: Server, here: Here, test: Dataset, unlabelled: Dataset | None
+) -> Federation:
+    """The federation as the server knows it, with the server's own data. Who only tests has a place, and no sample."""
+    classes, names = test.classes, server.everybody
+    nothing = Dataset(test.store[:0], np.zeros((0, len(classes)), np.int8), classes, np.zeros(0, np.int64))
+    data = Federation(
+        experiment,
+        train=nothing,
+        truth=nothing.labels,
+        test=test,
+        validation=nothing,
+        held_out=nothing,
+        held_out_owner=np.zeros(0, np.int64),
+        names=names,
+        samples=(),
+        annotated=np.zeros((len(names), len(classes)), bool),
+        allowed=np.ones((len(names), len(classes)), bool),
+        report={},
+        server=unlabelled,
+        source=nothing,
+        pooled_rows=np.zeros(0, np.int64),
+        decided={},
+    )
+    return with_sites(data, {name: told for name, told in here.items() if name in server.clients})
 
 
 def with_sites(data: Federation, here: Here) -> Federation:

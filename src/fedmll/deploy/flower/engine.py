@@ -32,8 +32,9 @@ from fedmll.engines.learner import Learner
 from fedmll.engines.local import choose_device
 from fedmll.errors import RoundSpoilt, TooFewReplies, printable
 from fedmll.evaluation import metrics
+from fedmll.evaluation.counted import Counted
 from fedmll.evaluation.histograms import evaluate_counts
-from fedmll.evaluation.pooled import POOLED, SITES, VALIDATED, Evaluation, evaluate_pooled
+from fedmll.evaluation.pooled import POOLED, SITES, Evaluation, evaluate_pooled
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Like
 from fedmll.running.model import SavedModel
@@ -79,9 +80,12 @@ class FlowerEngine:
         alive: Callable[[], None],
         progress: Progress = silent,
         max_share: float = 1.0,
+        goal: str = "f1",
+        calibrate: str = "none",
     ) -> None:
         self.roster, self.grid, self.max_share = roster, roster.grid, max_share
         self.min_clients, self.tries = min_clients, tries
+        self.goal, self.calibrate = goal, calibrate
         self.folder = folder  # where replies may lie for the time of a round
         self.post = Post(
             roster, round_timeout, alive, self._expected_reply, partial(expect_replies, folder / processes.FOLDER)
@@ -103,7 +107,7 @@ class FlowerEngine:
         self.left_out: set[str] = set()  # who spoilt a model, until the server is started again
         self.before: Before | None = None
         self.again: Iterator[Reply] | None = None  # the round's replies, without those that stood out
-        self.silent: dict[str, str] = {}  # who sends no counts of which classes, as it was said
+        self.silent: set[str] = set()  # who sends no counts of which classes, as it was said
 
     def start(self) -> Tensors:
         return self.method.start()
@@ -215,7 +219,7 @@ class FlowerEngine:
             return self.method.expects(message, self.number)
         if kind == MODEL:
             return {}
-        return evaluating.expected_of(peer, self.roster.introductions[peer.name].held_out, self.method.private)
+        return evaluating.expected_of(peer, self.roster.introductions[peer.name], self.method.private)
 
     # ---- evaluation
 
@@ -234,11 +238,12 @@ class FlowerEngine:
         if not said:
             return Evaluation(values, report, None, found)
         clients = evaluating.averaged(said, self.roster.introductions, self.max_share)
-        means, together = clients.values, self._together(said)
-        values = values | {SITES + name: mean for name, mean in means.items()}
-        values |= {f"val_{k}": means[k] for k in VALIDATED if k in means}
+        counted = self._counted(said)
+        together = evaluate_counts(counted.test, counted.classes)
+        for name, mean in clients.values.items():
+            values[name if name.startswith("val_") else SITES + name] = mean
         values |= {POOLED + name: value for name, value in together.values.items()}
-        return Evaluation(values, report if found else together, clients, found)
+        return Evaluation(values, report if found else together, clients, found, counted)
 
     def _ask_sites(self, message: Message) -> list[Reply]:
         asked = [peer for peer in (*self.peers, *self.validators) if peer.name not in self.left_out]
@@ -250,15 +255,14 @@ class FlowerEngine:
 
         return [(peer, reply) for peer, reply, _ in self.post.exchange(EVALUATE, peers, letter, 1)] if peers else []
 
-    def _together(self, said: Sequence[Reply]) -> metrics.Report:
-        """Of all sites' held-out data, as if it lay here."""
+    def _counted(self, said: Sequence[Reply]) -> Counted:
         classes = self.learner.task.classes
-        counts, silent = evaluating.summed(said, classes, self.method.private)
-        for name, missing in silent.items():
-            if self.silent.get(name) != missing:
-                self.roster.notice(evaluating.no_counts(name, missing))
-        self.silent |= silent
-        return evaluate_counts(counts, classes)
+        sites = evaluating.counted(said, self.roster.introductions, classes, self.method.private)
+        for text in (text for name, site in sites.items() for text in evaluating.not_sent(name, site)):
+            if text not in self.silent:
+                self.roster.notice(text)
+            self.silent.add(text)
+        return Counted(tuple(classes), sites, self.goal, self.calibrate)
 
     # ---- the end
 

@@ -11,8 +11,9 @@ from flwr.app import Message as FlowerMessage
 
 from fedmll.client import Peer
 from fedmll.deploy.flower.records import from_records
-from fedmll.deploy.flower.roster import Introduction, Member
+from fedmll.deploy.flower.roster import Member
 from fedmll.deploy.flower.site_app import TRAIN
+from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.sentences import SENTENCES
 from fedmll.errors import ReplyRefused, UpdateDiverged, printable
 from fedmll.evaluation.pooled import HIGHEST, of_a_site

@@ -5,7 +5,6 @@ and must have the same when it comes back."""
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,15 +20,14 @@ from fedmll.deploy.barring import EXCLUDED, REVOKED, Bars
 from fedmll.deploy.flower.inflating import BOUNDS
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import HELLO
+from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.setting import unreadable_sites
 from fedmll.deploy.turned_away import short_name
 from fedmll.errors import ReplyRefused, printable
 from fedmll.message import Message
-from fedmll.methods.expected import MOST_SAMPLES
 from fedmll.models.flat import Sketch, sketches_differ
 
 ASK_AGAIN_SECONDS = 10  # a node that was refused may have been put right
-DIGEST = re.compile("[0-9a-f]{32}")
 FIRST_ROUND = "first_round"  # beside what a client said, in sites.json
 HELLO_SECONDS = 600  # the first look at a site's images may take long
 
@@ -48,33 +46,6 @@ class Grid(Protocol):
     def push_messages(self, messages: Any) -> Any: ...
 
     def pull_messages(self, message_ids: Any) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What a client says of itself; for the server only."""
-
-    samples: int
-    held_out: int
-    classes: tuple[str, ...]  # that it annotates
-    digest: str  # of its images and labels
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Introduction:
-        samples, held_out, classes = told.get("samples"), told.get("held_out"), told.get("classes")
-        digest = told.get("digest")
-        if type(samples) is not int or type(held_out) is not int:  # nor true and false, which are numbers to Python
-            raise ReplyRefused("it does not say properly what data it has")
-        if not 0 <= samples <= MOST_SAMPLES or not 0 <= held_out <= MOST_SAMPLES or not samples + held_out:
-            raise ReplyRefused(f"it says that it has {samples} images and holds {held_out} out, which is not believed")
-        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-            raise ReplyRefused("it does not say properly what data it has")
-        # a site that annotates nothing does not come; a method that needs labels would not start with it, nor resume
-        if not classes or len(set(classes)) < len(classes):
-            raise ReplyRefused("it does not say properly what data it has")
-        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-            raise ReplyRefused("it does not say properly what data it has")
-        return cls(samples, held_out, tuple(classes), digest)
 
 
 @dataclass(frozen=True)
@@ -247,11 +218,12 @@ class Roster:
         self.members[name] = Member(name, node, since)
         self.refused.pop((node, since), None)
         since = ""
-        if not again:
-            self.introductions[name], self.first_round[name] = introduction, self.round + 1
+        if not again or self.introductions[name].min_count != introduction.min_count:
+            self.introductions[name] = introduction
+            self.first_round.setdefault(name, self.round + 1)
             kept = {n: asdict(each) | {FIRST_ROUND: self.first_round[n]} for n, each in self.introductions.items()}
             files.write(self.file, json.dumps(kept))
-            since = f"; it takes part from round {self.round + 1} on" if self.round else ""
+            since = f"; it takes part from round {self.round + 1} on" if self.round and not again else ""
         images = f"{introduction.samples or introduction.held_out} images"
         what = f"{images}{'' if introduction.samples else ' to test on'}, {len(introduction.classes)} classes annotated"
         facts = {"images": introduction.samples, "held_out": introduction.held_out, "digest": introduction.digest}

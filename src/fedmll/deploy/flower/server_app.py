@@ -15,7 +15,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedmll.deploy import serving
+from fedmll.deploy import label_counts, serving
 from fedmll.deploy.flower.processes import quiet_flower
 from fedmll.deploy.flower.site_app import SITES
 from fedmll.deploy.site_worker import recall_site
@@ -44,7 +44,7 @@ def main(grid: Grid, context: Context) -> None:
     sites = Path(str(context.run_config.get("sites") or os.environ[SITES]))
     names = tuple(recall_site(path).name for path in sorted(sites.glob("*.json")))
     server = serving.Server(names, keys=None, min_clients=len(names), run=_run_name(out))
-    serving.drive(grid, loop.experiment_in(out), server, out, Print())
+    serving.drive(grid, loop.experiment_in(out), server, out, Print(), confirm=label_counts.beforehand)
 
 
 def simulate(experiment: Experiment, sites: Path, out: Path, address: str | None = None, cpus: float = 1) -> None:
