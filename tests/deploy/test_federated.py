@@ -276,15 +276,14 @@ def test_what_a_person_should_know() -> None:
 def test_the_tables(tmp_path: Path) -> None:
     here = {"one": told(100, a=(-1, -2, 0), b=(20, 80, 0)), "two": told(50, b=(30, 0, 20))}
     assert label_counts.shown(["a", "b"], here) == [
-        "training images  one (100)            two (50)",
-        "a                < 10 / not said / 0  –",
-        "b                20 / 80 / 0          30 / 0 / 20",
-        "(present / absent / unknown)",
+        "training images: present / absent / unknown | one (100) | two (50)",
+        "a | < 10 / not said / 0 | –",
+        "b | 20 / 80 / 0 | 30 / 0 / 20",
     ]
     many = here | {f"s{number}": told(10, a=(10, 0, 0)) for number in range(9)}
     lines = label_counts.shown(["a", "b"], many)
-    assert lines[1].split() == ["a", "10", "90", "/", "0", "/", "50"]
-    label_counts.write(tmp_path, ["a", "b"], here)
+    assert lines[1] == "a | 10 | 90 / 0 / 50"
+    label_counts.write(tmp_path, ["a", "b"], ["one", "absent", "two"], dict(reversed(here.items())))
     assert (tmp_path / "labels.csv").read_text().splitlines() == [
         "site,class,images,present,absent,unknown",
         "one,a,100,< 10,not said,0",
@@ -296,7 +295,7 @@ def test_the_tables(tmp_path: Path) -> None:
 
 def test_a_run_shows_its_labels_first(done: Done) -> None:
     start = next(place for place, line in enumerate(done.said) if line.startswith("training images"))
-    assert done.said[start].split()[2:] == ["site-a", "(46)", "site-b", "(36)", "site-c", "(30)"]
+    assert done.said[start].split(" | ")[1:] == ["site-a (46)", "site-b (36)", "site-c (30)"]
     assert len(done.said[start + 1 :]) >= len(CLASSES)
     with (done.folder / "labels.csv").open() as file:
         rows = {(row["site"], row["class"]): row for row in csv.DictReader(file)}

@@ -55,25 +55,20 @@ def believed(told: Any, classes: Sequence[str], samples: int) -> Counts | None:
 
 
 def settle(
-    out: Path, classes: Sequence[str], here: Here, names: Sequence[str], say: Callable[[str], None],
+    out: Path, classes: Sequence[str], names: Sequence[str], here: Here, say: Callable[[str], None],
     confirm: Callable[[Sequence[str]], None],
 ) -> None:  # fmt: skip
     """Before round 1: show the counts, have what is doubtful confirmed, write them down. Not a second time."""
-    here = training(here)
+    here = {name: here[name] for name in names if name in here}
     if not (out / FILE).exists():
         for line in shown(classes, here):
             say(line)
-        found = doubts(classes if all(name in here for name in names) else (), here)  # who comes later may know them
+        found = doubts(classes if len(here) == len(names) else (), here)  # who comes later may know them
         for doubt in found:
             say(doubt)
         if found:
             confirm(found)
-    write(out, classes, here)
-
-
-def training(here: Here) -> Here:
-    """Without those that only test."""
-    return {name: told for name, told in here.items() if told.samples}
+    write(out, classes, names, here)
 
 
 def doubts(classes: Sequence[str], here: Here) -> list[str]:
@@ -109,30 +104,27 @@ def beforehand(found: Sequence[str]) -> None:
     """With --yes, and where the sites are one's own (a rehearsal)."""
 
 
-def write(out: Path, classes: Sequence[str], here: Here) -> None:
-    """labels.csv: a line a site and class."""
+def write(out: Path, classes: Sequence[str], names: Sequence[str], here: Here) -> None:
+    """labels.csv: a line a class of each site, in the order of `names`, that has come."""
     rows: list[tuple[str, ...]] = []
-    for name, told in training(here).items():
+    for name, told in ((name, here[name]) for name in names if name in here):
         for label in classes:
             row = told.labels.get(label, (0, 0, told.samples))
             rows.append((name, label, str(told.samples), *(_cell(count, told.min_count) for count in row)))
-    names = ("site", "class", "images", "present", "absent", "unknown")
-    write_csv(out / FILE, {key: np.array([row[place] for row in rows]) for place, key in enumerate(names)})
+    header = ("site", "class", "images", "present", "absent", "unknown")
+    write_csv(out / FILE, {key: np.array([row[place] for row in rows]) for place, key in enumerate(header)})
 
 
 def shown(classes: Sequence[str], here: Here) -> list[str]:
     """The table for the operator: a class a line, of each site present / absent / unknown; of many sites their sums."""
-    header = ["training images"]
+    header = ["training images: present / absent / unknown"]
     if len(here) <= MOST_COLUMNS:
         header += [f"{name} ({told.samples})" for name, told in here.items()]
         lines = [[label, *(_cells(told, label) for told in here.values())] for label in classes]
     else:
-        header += ["sites that know it", "present / absent / unknown, at least"]
+        header += ["sites that know it", "all sites together, at least"]
         lines = [[label, *_sums(here, label)] for label in classes]
-    lines = [header, *lines]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return [*body, "(present / absent / unknown)"] if len(here) <= MOST_COLUMNS else body
+    return [" | ".join(line) for line in [header, *lines]]
 
 
 def _cell(count: int, smallest: int) -> str:

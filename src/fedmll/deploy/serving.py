@@ -158,7 +158,7 @@ def _drive(
     prepared = of_sites(experiment, server, roster.introductions, mine.test, mine.unlabelled)
     if without := starts_without(prepared, server.taking_part, roster.introductions):
         say(without)
-    label_counts.settle(out, classes, roster.introductions, server.taking_part, say, confirm)
+    label_counts.settle(out, classes, server.taking_part, roster.introductions, say, confirm)
     engines: list[FlowerEngine] = []
 
     def make_engine(data: Federation, _: Path, progress: Progress) -> Engine:
@@ -174,7 +174,7 @@ def _drive(
         return engine
 
     result = loop.resume(out, observer=observer, prepared=prepared, make_engine=make_engine)
-    label_counts.write(out, classes, roster.introductions)  # with who came later
+    label_counts.write(out, classes, server.taking_part, roster.introductions)  # with who came later
     engines[0].hand_over(load_model(out / MODEL), federated.by_site(out))
     desk.end("finished")
     engines[0].farewell(desk.audit.last)
