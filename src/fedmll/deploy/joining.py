@@ -117,7 +117,10 @@ def _serve(site: Site, access: Access, show: Callable[[str], None]) -> SiteWorke
         if executor.served:
             deadline = time.monotonic() + access.patience
         if time.monotonic() > deadline:
-            raise FederationError(f"{access.server} did not come back in {access.patience:g} s (--patience).")
+            raise FederationError(
+                f"{access.server} did not come back in {access.patience:g} s (--patience). If its run ended meanwhile, "
+                "ask its operator for the model."
+            )
         show("the connection was lost; trying again")
         time.sleep(RESTART_SECONDS)
 
