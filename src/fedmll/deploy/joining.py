@@ -79,9 +79,7 @@ def _serve(site: Site, access: Access, show: Callable[[str], None]) -> SiteWorke
     from fedmll.deploy.flower.site_app import standing
 
     look(access, show)
-    off = seconds_ahead(access)
-    if off is not None and abs(off) > CLOCK_SECONDS:
-        show(f"warning: {clock_words(off)}")
+    _compare_clocks(access, show)
     folder = site.memory / FLOWER
     site_file, secret = folder / "site.json", new_secret(folder)
     remember_site(site, site_file)
@@ -171,6 +169,12 @@ def seconds_ahead(access: Access) -> float | None:
     finally:
         connection.close()
     return (datetime.datetime.now(datetime.UTC) - theirs).total_seconds()
+
+
+def _compare_clocks(access: Access, show: Callable[[str], None]) -> None:
+    off = seconds_ahead(access)
+    if off is not None and abs(off) > CLOCK_SECONDS:
+        show(f"warning: {clock_words(off)}")
 
 
 def clock_words(off: float) -> str:
