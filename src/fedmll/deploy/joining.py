@@ -106,9 +106,7 @@ def _serve(site: Site, access: Access, show: Callable[[str], None]) -> SiteWorke
     from fedmll.deploy.flower.site_app import standing
 
     look(access, show)
-    off = seconds_ahead(access)
-    if off is not None and abs(off) > CLOCK_SECONDS:
-        show(f"warning: {clock_words(off)}")
+    _compare_clocks(access, show)
     folder = site.memory / FLOWER
     site_file, secret = folder / "site.json", new_secret(folder)
     remember_site(site, site_file)
@@ -144,7 +142,10 @@ def _serve(site: Site, access: Access, show: Callable[[str], None]) -> SiteWorke
         if executor.served:
             deadline = time.monotonic() + access.patience
         if time.monotonic() > deadline:
-            raise FederationError(f"{access.server} did not come back in {access.patience:g} s (--patience).")
+            raise FederationError(
+                f"{access.server} did not come back in {access.patience:g} s (--patience). If its run ended meanwhile, "
+                "ask its operator for the model."
+            )
         show("the connection was lost; trying again")
         time.sleep(RESTART_SECONDS)
 
@@ -195,6 +196,12 @@ def seconds_ahead(access: Access) -> float | None:
     finally:
         connection.close()
     return (datetime.datetime.now(datetime.UTC) - theirs).total_seconds()
+
+
+def _compare_clocks(access: Access, show: Callable[[str], None]) -> None:
+    off = seconds_ahead(access)
+    if off is not None and abs(off) > CLOCK_SECONDS:
+        show(f"warning: {clock_words(off)}")
 
 
 def clock_words(off: float) -> str:
