@@ -17,6 +17,7 @@ from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Task, Work, unde
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
+from fedmll.engines.optimiser import Optimiser
 from fedmll.errors import ClientError
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
@@ -126,8 +127,8 @@ class Learner:
         """The local epochs; gives the mean loss."""
         client, fixed = work.client, work.fixed
         parameters, clip = client.weights.parameters, self.task.experiment.training.clip
-        optimizer = self.optimizer(parameters, work.memory(OPTIMIZER))
-        total = torch.zeros((), device=self.task.device)
+        optimiser = Optimiser(self.task.experiment.training, parameters, work.memory(OPTIMIZER))
+        losses = list[Tensor]()
         client.model.train()
         for batch in client.batches():
             step = Step(work, batch)
@@ -139,20 +140,14 @@ class Learner:
                 part.adjust(work, fixed[part.name])
             if clip is not None:
                 nn.utils.clip_grad_norm_(parameters, clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            optimiser.step()
             work.steps += 1
             for part in self.stepping:
                 part.stepped(work, fixed[part.name])
-            total += loss.detach()
+            losses.append(loss.detach())
         if self.task.experiment.training.optimizer_state == "kept":
-            work.memories[OPTIMIZER] = {
-                f"{number}.{name}": value
-                for number, parameter in enumerate(parameters)
-                for name, value in optimizer.state[parameter].items()
-                if isinstance(value, Tensor)
-            }
-        mean = total.item() / work.steps
+            work.memories[OPTIMIZER] = optimiser.state()
+        mean = float(np.add.accumulate(torch.stack(losses).cpu().numpy())[-1]) / work.steps  # one after the other
         if not math.isfinite(mean):
             raise ClientError(
                 f"The loss of client {client.name} became {mean} in round {client.round}. Lower training.lr "
@@ -167,20 +162,6 @@ class Learner:
         for term in others:
             first = first + term
         return first
-
-    def optimizer(self, parameters: list[nn.Parameter], memory: Tensors) -> torch.optim.Optimizer:
-        """A fresh one every round, or with what it remembers of the client's last."""
-        training = self.task.experiment.training
-        common: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay, "fused": True}
-        made: torch.optim.Optimizer
-        if training.optimizer == "sgd":
-            made = torch.optim.SGD(parameters, momentum=training.momentum, **common)
-        else:
-            made = (torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam)(parameters, **common)
-        for name, value in memory.items():
-            number, _, key = name.partition(".")
-            made.state[parameters[int(number)]][key] = value
-        return made
 
 
 def with_tokens(
