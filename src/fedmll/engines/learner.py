@@ -36,6 +36,7 @@ class Learner:
         self.model = self.method.model().to(task.device)
         self.weights = FlatWeights(self.model)
         self.method.bind(self.model, self.weights)
+        self.narrowing, self.seeing = map(self.method.overriding, ("narrow", "inputs"))
         self.shaping, self.teaching, self.adjusting, self.stepping = map(
             self.method.overriding, ("shape", "term", "adjust", "stepped")
         )
@@ -102,13 +103,13 @@ class Learner:
     def train(self, client: Client, message: Message, memory: Tensors) -> Message:
         """A client's round: read, learn, reply. `memory` is the client's own between its rounds, changed in place."""
         method = self.method
-        for part in method.overriding("narrow"):
+        for part in self.narrowing:
             client = part.narrow(client)
         method.receive(client.weights, message)
         client.seed_torch()
         names = [*(part.name for part in method.list), OPTIMIZER]
         here = {name: tensor.to(self.task.device) for name, tensor in memory.items()}
-        work = Work(client, message, {name: under(name, here) for name in names}, seeing=method.overriding("inputs"))
+        work = Work(client, message, {name: under(name, here) for name in names}, seeing=self.seeing)
         numbers = {"samples": float(len(client.data)), "steps": 0.0, "loss": 0.0}
         exchange = method.exchange(client.round)
         if exchange is not None:
