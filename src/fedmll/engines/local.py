@@ -69,7 +69,7 @@ class LocalEngine:
                 before = self.memory.latest.get(client)
                 yield Job("train", (client, number, before), message, f"client {peer.name} in round {number}")
 
-        for job, reply in self._run(jobs(), state):
+        for job, reply in self._run(jobs(), len(order), state):
             client, remembers = job.arguments[0], reply.numbers.pop(REMEMBERS)
             reason = self.method.refuse(job.message, reply, number)
             if reason is not None:
@@ -90,7 +90,7 @@ class LocalEngine:
         starts = [(name, start) for name in names for start in range(0, len(self.datasets[name]), CHUNK)]
         jobs = (Job("predict", chunk, message, "the evaluation") for chunk in starts)
         parts: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names}
-        for job, reply in self._run(jobs, message.tensors):
+        for job, reply in self._run(jobs, len(starts), message.tensors):
             parts[job.arguments[0]].append(reply["scores"].numpy())
         empty = np.zeros((0, len(self.learner.task.classes)), np.float32)
         return [np.concatenate(parts[name]) if parts[name] else empty for name in names]
@@ -130,10 +130,10 @@ class LocalEngine:
             self.pool.close()
         torch.set_num_threads(self.threads)
 
-    def _run(self, jobs: Iterator[Job], shared: Tensors) -> Iterator[tuple[Job, Message]]:
+    def _run(self, jobs: Iterator[Job], count: int, shared: Tensors) -> Iterator[tuple[Job, Message]]:
         if self.pool is not None:
             self.pool.share(shared.values())
-            yield from self.pool.run(jobs)
+            yield from self.pool.run(jobs, count)
             return
         for job in jobs:
             yield job, self._work(job.kind, job.arguments, job.message)
