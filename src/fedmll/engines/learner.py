@@ -35,6 +35,7 @@ class Learner:
         self.task, self.method = task, make(task)
         self.model = self.method.model().to(task.device)
         self.weights = FlatWeights(self.model)
+        self.trained = [module for module in self.model.train().modules() if module.training]
         self.method.bind(self.model, self.weights)
         self.narrowing, self.seeing = map(self.method.overriding, ("narrow", "inputs"))
         self.shaping, self.teaching, self.adjusting, self.stepping = map(
@@ -67,7 +68,8 @@ class Learner:
         task, model, weights = self.method.task, self.model, self.weights
         if self.method.pooled:
             return Client(task, peer.name, round, data.pooled, peer.owned, peer.owned, model, weights)
-        samples, annotated = data.train.subset(data.samples[peer.index]), torch.tensor(data.annotated[peer.index])
+        samples = data.train.subset(data.samples[peer.index])
+        annotated = torch.from_numpy(data.annotated[peer.index].copy())
         return Client(task, peer.name, round, samples, annotated, peer.owned, model, weights)
 
     def receive(self, message: Message) -> None:
@@ -130,7 +132,8 @@ class Learner:
         parameters, clip = client.weights.parameters, self.task.experiment.training.clip
         optimiser = Optimiser(self.task.experiment.training, parameters, work.memory(OPTIMIZER))
         losses = list[Tensor]()
-        client.model.train()
+        if not all(module.training for module in self.trained):  # much cheaper than to tell them all, every time
+            client.model.train()
         for batch in client.batches():
             step = Step(work, batch)
             for part in self.shaping:

@@ -21,8 +21,9 @@ class Optimiser:
         self.training, self.parameters = training, parameters
         self.values = [parameter.data for parameter in parameters]
         self.kept: list[Tensors] = [{} for _ in parameters]
-        self.steps = torch.zeros(len(parameters), device=parameters[0].device)
-        self.counts = self.steps.unbind()
+        if training.optimizer != "sgd":
+            self.steps = torch.zeros(len(parameters), device=parameters[0].device)
+            self.counts = self.steps.unbind()
         for name, value in memory.items():
             number, _, key = name.partition(".")
             if key == COUNT:
@@ -46,8 +47,8 @@ class Optimiser:
     def state(self) -> Tensors:
         """By the parameter's number and torch's name; counts are copied: a file's tensors share no memory."""
         found = {f"{number}.{name}": value for number, own in enumerate(self.kept) for name, value in own.items()}
-        counts = {f"{n}.{COUNT}": count.clone() for n, count in enumerate(self.counts) if MEAN in self.kept[n]}
-        return found | counts
+        adapting = [number for number, own in enumerate(self.kept) if MEAN in own]
+        return found | {f"{number}.{COUNT}": self.counts[number].clone() for number in adapting}
 
     def _descend(self, moved: list[int], gradients: list[Tensor]) -> None:
         training = self.training

@@ -7,6 +7,7 @@ tried once more; a second death is reported with the job's label.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 import time
@@ -174,20 +175,21 @@ def _serve(
     """A worker's life: one torch thread, bundles of jobs until the pipe closes."""
     parents_end.close()
     torch.set_num_threads(1)
+    gc.freeze()  # what was inherited is not looked through for garbage again and again
     while True:
         at.value = 0
         try:
             jobs = pipe.recv()
         except (EOFError, OSError):
             return
-        begin, done = time.perf_counter(), []
+        begin, done = time.process_time(), []
         outbox.clear()
         try:
             for at.value, (kind, arguments, header, numbers) in enumerate(jobs):
                 tensors = {name: (shared if common else inbox).view(entry) for name, (common, entry) in header.items()}
                 reply = work(kind, arguments, Message(tensors, numbers))
                 done.append((write_all(outbox, reply.tensors), reply.numbers))
-            pipe.send(("done", time.perf_counter() - begin, done))
+            pipe.send(("done", time.process_time() - begin, done))
         except FedmllError as error:
             pipe.send(("error", type(error), str(error)))
         except Exception:

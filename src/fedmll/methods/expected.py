@@ -92,13 +92,16 @@ class Trained(Like):
     flat: FlatWeights | None = None
 
     def refuse(self, name: str, tensor: Tensor) -> str | None:
-        reason = super().refuse(name, tensor)
-        if reason is not None:
-            return reason if bool(torch.isfinite(tensor).all()) else Diverged(reason)
         assert self.start is not None
-        end = tensor.numel() - (0 if self.flat is None else self.flat.buffer_count)
-        size = 1 + _norm(self.start)
-        moved, statistics = _norm(tensor[:end] - self.start[:end]), _norm(tensor[end:])
+        reason = self.refuse_shape(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if reason is not None:
+            return reason
+        count = 0 if self.flat is None else self.flat.buffer_count
+        end, size = tensor.numel() - count, 1 + float(torch.linalg.vector_norm(self.start))
+        moved = float(torch.dist(tensor, self.start) if not count else torch.dist(tensor[:end], self.start[:end]))
+        statistics = float(torch.linalg.vector_norm(tensor[end:])) if count else 0.0
+        if not math.isfinite(moved + statistics) and not bool(torch.isfinite(tensor).all()):
+            return Diverged(f"{name} holds NaN or infinite values")
         if not moved <= LARGEST_UPDATE * size:
             return Diverged(f"{name} moved by the norm {moved:.3g}; at most {LARGEST_UPDATE * size:.3g} is believed")
         if not statistics <= LARGEST_GROWTH * size:
@@ -110,10 +113,6 @@ class Trained(Like):
 def all_finite(tensor: Tensor) -> bool:
     """A sum is finite only of finite numbers, and made in one pass; where it is not, one looks at each."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def _norm(vector: Tensor) -> float:
-    return float(torch.linalg.vector_norm(vector)) if vector.numel() else 0.0
 
 
 def refuse_variances(name: str, weights: Tensor, flat: FlatWeights) -> str | None:
