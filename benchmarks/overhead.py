@@ -255,7 +255,7 @@ def cpu(console: Console, repetitions: int, only: str) -> None:
     rows = []
     for case in CASES:
         if only in case.title:
-            loop, engine, ratio = cpu_ratio(case, max(3, repetitions // 2) if case.limit else repetitions)
+            loop, engine, ratio = cpu_ratio(case, max(2, repetitions // 2) if case.limit else repetitions)
             rows.append([case.title, f"{case.clients:,}", f"{loop:.2f} s", f"{engine:.2f} s", f"{ratio:.3f}×",
                          f"{case.goal:.2f}×"])  # fmt: skip
     header = ("what trains", "clients", "raw loop", "1 worker and server", "ratio", "goal")
@@ -318,7 +318,7 @@ def main() -> None:
         return
     console = Console(width=120)
     if not arguments.memory:
-        cpu(console, 5 if arguments.quick else 12, arguments.only)
+        cpu(console, 3 if arguments.quick else 12, arguments.only)
     if arguments.cpu:
         return
     if not arguments.memory:
