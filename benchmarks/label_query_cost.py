@@ -24,6 +24,7 @@ import torch
 from fedmll.client import Batch, Client, Step, Task, Work
 from fedmll.data.dataset import Dataset
 from fedmll.engines.learner import Learner
+from fedmll.engines.optimiser import Optimiser
 from fedmll.experiment import Experiment
 from fedmll.message import Message
 from fedmll.testing import work_of
@@ -75,14 +76,13 @@ def stepper(data: Dataset, regularised: bool) -> Callable[[], None]:
     changes = {"method.neg": regularised, "method.pos": regularised, "method.lambda_neg": 1.0}
     learner = make("fednca-ml", data, changes)
     work = work_of(learner, one_client(learner, data))
-    optimizer = learner.optimizer(learner.weights.parameters, {})
+    optimiser = Optimiser(learner.task.experiment.training, learner.weights.parameters, {})
     raw, targets = torch.from_numpy(data.samples(slice(0, 32))), torch.from_numpy(data.labels[:32])
 
     def step() -> None:
         batch = Batch(learner.task, torch.arange(32), raw, targets, "none", torch.Generator())
         learner.loss(Step(work, batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimiser.step()
 
     return step
 

@@ -1,29 +1,35 @@
 """What the engine costs: a FedAvg round against a raw PyTorch loop of the same steps, and memory against clients.
 
-    python benchmarks/overhead.py            both tables, about fifteen minutes on two cores
-    python benchmarks/overhead.py --quick    fewer repetitions, five minutes
+    python benchmarks/overhead.py            all three tables, about half an hour on two cores
+    python benchmarks/overhead.py --quick    fewer repetitions
+    python benchmarks/overhead.py --cpu      only the first: CPU of the server and one worker against the loop
 
-The loop is what one would write by hand for one process: one torch thread, one model object, fused AdamW, uint8 images
-in memory, batches of 32, an average of state dictionaries. Loop and engine take turns in one process, and the ratio of
-each turn is what counts (its median is shown): the machine may be busy with other things.
+The loop is what one would write by hand for one process: one torch thread, one model object, the fused optimiser, data
+in memory as tensors (in the first table each client's own, gathered once), an average of state dictionaries. Loop and
+engine take turns in one process, and the ratio of each turn is what counts (its median is shown): the machine may be
+busy with other things. CPU seconds are those of the process and its worker.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedmll.cli.tables import plain_table
@@ -31,6 +37,8 @@ from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.experiment import Experiment
 from fedmll.message import Tensors
+from fedmll.methods.fedctran import random_known
+from fedmll.methods.fednca_ml import contrast, log_rejection
 from fedmll.testing import merge
 
 CLIENTS = 10
@@ -111,6 +119,153 @@ def speed(console: Console, repetitions: int) -> None:
     console.print(plain_table(f"a FedAvg round, {CLIENTS} clients, {data.sizes.sum()} images", header, rows))
 
 
+# ---- CPU of one worker
+
+Loss = Callable[[Any, Tensor, Tensor], Tensor]  # of a network, its inputs and targets (1.0 present, 0.0 absent)
+
+
+def bce(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(inputs), targets)
+
+
+def nca(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    """FedNCA-ML's three terms, as its defaults weigh them."""
+    features = model.features(inputs)
+    similarity = features @ model.prototypes.T
+    loss = F.binary_cross_entropy_with_logits(model.logits(features), targets)
+    loss = loss + 0.01 * log_rejection(similarity, targets == 0, 0.3)
+    return loss + contrast(features, model.prototypes, targets == 1, None)
+
+
+def masked(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    """C-Tran's label mask training."""
+    told = random_known(*targets.shape, 0.75, torch.default_generator)
+    states = targets.masked_fill(~told, -1).to(torch.int8)
+    return (F.binary_cross_entropy_with_logits(model(inputs, states), targets, reduction="none") * (states < 0)).sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: what is trained, and how much more CPU than the loop it may take."""
+
+    title: str
+    goal: float
+    clients: int
+    samples: int | None = None  # of each client, feature vectors; None: composites of digits
+    optimizer: str = "adamw"
+    model: dict[str, Any] = field(default_factory=dict)
+    method: str = "fedavg"
+    loss: Loss = bce
+    limit: int | None = None  # of the composites
+
+    def experiment(self, folder: Path) -> Experiment:
+        data: dict[str, Any] = {"name": "ml-digits", "size": 16, "limit": self.limit}
+        if self.samples is not None:
+            data = {"name": f"features:{vectors(folder, self.clients * self.samples)}"}
+        return Experiment.make(
+            {
+                "data": {name: value for name, value in data.items() if value is not None},
+                "partition": {"kind": "iid", "clients": self.clients, "holdout": 0.0, "minimum": 1},
+                "model": self.model,
+                "method": {"name": self.method},
+                "training": {"optimizer": self.optimizer, "lr": 0.01 if self.optimizer == "sgd" else 1e-3},
+                "engine": {"workers": 1},
+            }
+        )
+
+
+MLP, FROZEN = {"channels": [128]}, {"freeze": "backbone"}
+CASES = (
+    Case("MLP of 11k weights, SGD", 1.10, 100, 320, "sgd", MLP),
+    Case("MLP of 11k weights, AdamW", 1.10, 100, 320, model=MLP),
+    Case("the same, clients of 10 samples", 1.25, 2000, 10, model=MLP),
+    Case("linear head on kept tokens", 1.10, CLIENTS, model=FROZEN),
+    Case("ETF and LADM on kept tokens", 1.10, CLIENTS, model=FROZEN, method="fednca-ml", loss=nca),
+    Case("C-Tran on kept tokens", 1.10, CLIENTS, model=FROZEN, method="fedctran", loss=masked),
+    Case("convnet, 32 px", 1.03, CLIENTS, model={"backbone": "convnet"}),
+    Case("ResNet-18, 32 px", 1.03, 2, model={"backbone": "resnet18"}, limit=128),
+)
+
+
+def vectors(folder: Path, samples: int) -> Path:
+    """Random features and labels of 20 classes."""
+    generator, path = np.random.default_rng(0), folder / "data.npz"
+    features = generator.normal(size=(samples, 64)).astype(np.float32)
+    labels = (generator.random((samples, 20)) < 0.2).astype(np.int8)
+    np.savez(path, x_train=features, y_train=labels, x_test=features[:50], y_test=labels[:50])
+    return path
+
+
+def cpu_of(engine: LocalEngine) -> float:
+    """Of this process and the engine's workers, so far."""
+    assert engine.pool is not None
+    clocks = [(~worker.process.pid) << 3 | 2 for worker in engine.pool.workers]  # type: ignore[operator]
+    return time.process_time() + sum(map(time.clock_gettime, clocks))
+
+
+def plain_round(case: Case, engine: LocalEngine) -> float:
+    """The same round by hand; CPU seconds."""
+    data, model = engine.federation.train, engine.method.model()
+    if case.samples is not None:
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 20))  # type: ignore[assignment]
+    store = data.store if data.tokens is None else data.tokens[0]
+    clients = [(torch.from_numpy(store[data.rows[rows]]), torch.from_numpy(data.labels[rows]).float())
+               for rows in engine.federation.samples]  # fmt: skip
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    total, average = sum(len(targets) for _, targets in clients), Tensors()
+    torch.set_num_threads(1)
+    begin = time.process_time()
+    for samples, targets in clients:
+        model.load_state_dict(start)
+        model.train()
+        if case.optimizer == "sgd":
+            optimizer: Any = torch.optim.SGD(parameters, 0.01, weight_decay=0.01, fused=True)
+        else:
+            optimizer = torch.optim.AdamW(parameters, 1e-3, weight_decay=0.01, fused=True)
+        for batch in torch.randperm(len(targets)).split(32):
+            inputs = samples[batch]
+            if inputs.dtype == torch.uint8:
+                inputs = inputs.float().div_(255).sub_(0.5).div_(0.5)
+            case.loss(model, inputs, targets[batch]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, value in model.state_dict().items():
+            part = value * (len(targets) / total)
+            average[name] = average[name] + part if name in average else part
+    return time.process_time() - begin
+
+
+def cpu_ratio(case: Case, repetitions: int) -> tuple[float, float, float]:
+    """CPU seconds of the loop and of the engine, and the ratio: medians over the turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = LocalEngine(federation.build(case.experiment(Path(folder))), Path(folder) / "memory")
+        state, turns = engine.start(), list[tuple[float, float]]()
+        for turn in range(repetitions + 1):
+            loop, begin = plain_round(case, engine), cpu_of(engine)
+            merge(engine.method, state, engine.round(state, turn + 1), turn + 1)
+            turns.append((loop, cpu_of(engine) - begin))
+        engine.close()
+    kept = turns[1:]  # the first turn warms up
+    loops, engines = zip(*kept, strict=True)
+    return statistics.median(loops), statistics.median(engines), statistics.median(b / a for a, b in kept)
+
+
+def cpu(console: Console, repetitions: int, only: str) -> None:
+    rows = []
+    for case in CASES:
+        if only in case.title:
+            loop, engine, ratio = cpu_ratio(case, max(2, repetitions // 2) if case.limit else repetitions)
+            rows.append([case.title, f"{case.clients:,}", f"{loop:.2f} s", f"{engine:.2f} s", f"{ratio:.3f}×",
+                         f"{case.goal:.2f}×"])  # fmt: skip
+    header = ("what trains", "clients", "raw loop", "1 worker and server", "ratio", "goal")
+    load = f"load {os.getloadavg()[1]:.1f} on {len(os.sched_getaffinity(0))} cores"
+    console.print(plain_table(f"CPU of a round, one worker; {load}", header, rows))
+
+
+# ---- memory
+
+
 def memory_of(clients: int) -> None:
     """In a process of its own: one round, then its peak memory and its worker's, in MB, on standard output."""
     generator = np.random.default_rng(0)
@@ -153,13 +308,19 @@ def memory(console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--memory", action="store_true", help="only the second table")
+    parser.add_argument("--cpu", action="store_true", help="only the first table")
+    parser.add_argument("--only", default="", help="of the first table, the rows with this in their title")
+    parser.add_argument("--memory", action="store_true", help="only the last table")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_of:
         memory_of(arguments.memory_of)
         return
     console = Console(width=120)
+    if not arguments.memory:
+        cpu(console, 3 if arguments.quick else 12, arguments.only)
+    if arguments.cpu:
+        return
     if not arguments.memory:
         speed(console, 3 if arguments.quick else 12)
     memory(console)

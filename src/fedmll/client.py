@@ -19,7 +19,7 @@ from fedmll.message import Message, Tensors
 from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat import Finished, FlatWeights
 from fedmll.models.network import Network
-from fedmll.seeding import derive, numpy_generator, torch_generator
+from fedmll.seeding import numpy_generator, seed_global, torch_generator
 
 EVALUATION_BATCH = 64  # fits the cache: 4–5 times faster on a CPU than batches of 500
 
@@ -149,7 +149,7 @@ class Client:
 
     def seed_torch(self) -> None:
         """For what draws from torch's global generator: dropout."""
-        torch.manual_seed(derive(self.task.seed, self.round, self.name, "torch"))
+        seed_global(self.task.device, self.task.seed, self.round, self.name, "torch")
 
     def batches(self) -> Iterator[Batch]:
         """The round's training batches, epoch by epoch."""
@@ -159,18 +159,18 @@ class Client:
         size, count = training.batch_size, len(self.data)
         cuts = [size * number for number in range(1, training.batches(count))]
         for _ in range(training.local_epochs):
-            for rows in np.split(shuffle.permutation(count), cuts):
-                yield self._batch(rows, training.augment, views)
+            for places in torch.from_numpy(shuffle.permutation(count)).tensor_split(cuts):
+                yield self._batch(places, training.augment, views)
 
     def scan(self) -> Iterator[Batch]:
         """All its data in order, without augmentation, in batches made for evaluation."""
         for start in range(0, len(self.data), EVALUATION_BATCH):
-            rows = np.arange(start, min(start + EVALUATION_BATCH, len(self.data)))
-            yield self._batch(rows, "none", self.generator("scan"))
+            places = torch.arange(start, min(start + EVALUATION_BATCH, len(self.data)))
+            yield self._batch(places, "none", self.generator("scan"))
 
-    def _batch(self, rows: np.ndarray, recipe: str, generator: torch.Generator) -> Batch:
-        places = torch.from_numpy(rows)
-        return Batch(self.task, self.data, places, self.targets[places], recipe, generator)
+    def _batch(self, places: Tensor, recipe: str, generator: torch.Generator) -> Batch:
+        targets = self.targets.index_select(0, places.to(self.task.device))  # six times faster than targets[places]
+        return Batch(self.task, self.data, places, targets, recipe, generator)
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,8 @@ class Step:
 
     def __post_init__(self) -> None:
         self.rows = self.batch.rows
-        self.targets = self.work.targets[self.rows]
+        untouched = self.work.targets is self.work.client.targets
+        self.targets = self.batch.targets if untouched else self.work.targets[self.rows]
 
     def show(self, views: list[Tensor]) -> None:
         """The network sees these views of the batch, one after the other."""

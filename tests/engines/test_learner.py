@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fedmll.data import federation
+from fedmll.message import Message
 from fedmll.testing import client_of, experiment, learner_of, peer_of
 
 LABELS = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 1], [0, 1, 1], [1, 1, 0]])
@@ -88,3 +89,16 @@ def test_an_exchange_beside_the_rounds_trains_nobody() -> None:
     reply = learner.train(client_of(learner, LABELS, round=0), sent, {})
     assert reply.numbers == {"samples": 6.0, "steps": 0.0, "loss": 0.0}
     assert torch.equal(learner.weights.vector, before)
+
+
+def test_whatever_was_left_in_evaluation_mode_trains_again_and_no_kind_of_device_is_seeded_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner = learner_of(experiment(training__batch_size=4))  # with batch normalisation
+    labels = np.random.default_rng(0).integers(0, 2, (8, 3))
+    message = Message(learner.weights.dump())
+    monkeypatch.setattr(torch, "manual_seed", None)  # 200 times as slow as the one generator that is needed
+    first = learner.train(client_of(learner, labels), message, {})
+    learner.model.backbone.eval()
+    again = learner.train(client_of(learner, labels), message, {})
+    assert learner.model.backbone.training and torch.equal(first["weights"], again["weights"])

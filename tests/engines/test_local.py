@@ -123,6 +123,27 @@ def test_memory_stays_with_its_client(tmp_path: Path) -> None:
         assert kept == [f"{client:06d}.{round:06d}.safetensors" for client in range(4) for round in (2, 3)]
 
 
+def test_memories_wait_for_the_disk_once_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the checkpoint that refers to them; what has none never waits."""
+    events = list[str]()
+    real = os.fsync
+
+    def counting(descriptor: int) -> None:
+        events.append("file")
+        real(descriptor)
+
+    monkeypatch.setattr("os.fsync", counting)
+    monkeypatch.setattr("fedmll.files.sync_disk", lambda folder: events.append(folder.name))
+    checkpoints = {"training__rounds": 4, "engine__checkpoint_every": 2}
+    run(small(**checkpoints), tmp_path / "plain")
+    assert set(events) == {"file"}
+    alone = len(events)
+    events.clear()
+    run(small(method__name="test-remembering", **checkpoints), tmp_path / "remembering")
+    assert events.count("memory") == 2 and events.count("file") == alone
+    assert events[events.index("memory") + 1 :].count("file") >= 8  # two checkpoints of two files, with their folder
+
+
 def test_a_worker_that_dies_is_replaced_and_its_client_tried_again(tmp_path: Path) -> None:
     undisturbed = weights_of(small(method__name="test-deadly", method__flag=str(tmp_path), engine__workers=2))
     disturbed = weights_of(small(method__name="test-deadly", method__flag=str(tmp_path / "flag"), engine__workers=2))

@@ -21,6 +21,9 @@ class Memories(Protocol):
 
     latest: dict[int, int]
 
+    def sync(self) -> None:
+        """What was written is on the disk when this returns."""
+
     def keep_only(self, versions: set[tuple[int, int]] | None) -> None: ...
 
 

@@ -17,6 +17,7 @@ from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Task, Work, unde
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
+from fedmll.engines.optimiser import Optimiser
 from fedmll.errors import ClientError
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
@@ -34,7 +35,9 @@ class Learner:
         self.task, self.method = task, make(task)
         self.model = self.method.model().to(task.device)
         self.weights = FlatWeights(self.model)
+        self.trained = [module for module in self.model.train().modules() if module.training]
         self.method.bind(self.model, self.weights)
+        self.narrowing, self.seeing = map(self.method.overriding, ("narrow", "inputs"))
         self.shaping, self.teaching, self.adjusting, self.stepping = map(
             self.method.overriding, ("shape", "term", "adjust", "stepped")
         )
@@ -65,7 +68,8 @@ class Learner:
         task, model, weights = self.method.task, self.model, self.weights
         if self.method.pooled:
             return Client(task, peer.name, round, data.pooled, peer.owned, peer.owned, model, weights)
-        samples, annotated = data.train.subset(data.samples[peer.index]), torch.tensor(data.annotated[peer.index])
+        samples = data.train.subset(data.samples[peer.index])
+        annotated = torch.from_numpy(data.annotated[peer.index].copy())
         return Client(task, peer.name, round, samples, annotated, peer.owned, model, weights)
 
     def receive(self, message: Message) -> None:
@@ -101,13 +105,13 @@ class Learner:
     def train(self, client: Client, message: Message, memory: Tensors) -> Message:
         """A client's round: read, learn, reply. `memory` is the client's own between its rounds, changed in place."""
         method = self.method
-        for part in method.overriding("narrow"):
+        for part in self.narrowing:
             client = part.narrow(client)
         method.receive(client.weights, message)
         client.seed_torch()
         names = [*(part.name for part in method.list), OPTIMIZER]
         here = {name: tensor.to(self.task.device) for name, tensor in memory.items()}
-        work = Work(client, message, {name: under(name, here) for name in names}, seeing=method.overriding("inputs"))
+        work = Work(client, message, {name: under(name, here) for name in names}, seeing=self.seeing)
         numbers = {"samples": float(len(client.data)), "steps": 0.0, "loss": 0.0}
         exchange = method.exchange(client.round)
         if exchange is not None:
@@ -126,9 +130,10 @@ class Learner:
         """The local epochs; gives the mean loss."""
         client, fixed = work.client, work.fixed
         parameters, clip = client.weights.parameters, self.task.experiment.training.clip
-        optimizer = self.optimizer(parameters, work.memory(OPTIMIZER))
-        total = torch.zeros((), device=self.task.device)
-        client.model.train()
+        optimiser = Optimiser(self.task.experiment.training, parameters, work.memory(OPTIMIZER))
+        losses = list[Tensor]()
+        if not all(module.training for module in self.trained):  # much cheaper than to tell them all, every time
+            client.model.train()
         for batch in client.batches():
             step = Step(work, batch)
             for part in self.shaping:
@@ -139,20 +144,14 @@ class Learner:
                 part.adjust(work, fixed[part.name])
             if clip is not None:
                 nn.utils.clip_grad_norm_(parameters, clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            optimiser.step()
             work.steps += 1
             for part in self.stepping:
                 part.stepped(work, fixed[part.name])
-            total += loss.detach()
+            losses.append(loss.detach())
         if self.task.experiment.training.optimizer_state == "kept":
-            work.memories[OPTIMIZER] = {
-                f"{number}.{name}": value
-                for number, parameter in enumerate(parameters)
-                for name, value in optimizer.state[parameter].items()
-                if isinstance(value, Tensor)
-            }
-        mean = total.item() / work.steps
+            work.memories[OPTIMIZER] = optimiser.state()
+        mean = float(np.add.accumulate(torch.stack(losses).cpu().numpy())[-1]) / work.steps  # one after the other
         if not math.isfinite(mean):
             raise ClientError(
                 f"The loss of client {client.name} became {mean} in round {client.round}. Lower training.lr "
@@ -167,20 +166,6 @@ class Learner:
         for term in others:
             first = first + term
         return first
-
-    def optimizer(self, parameters: list[nn.Parameter], memory: Tensors) -> torch.optim.Optimizer:
-        """A fresh one every round, or with what it remembers of the client's last."""
-        training = self.task.experiment.training
-        common: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay, "fused": True}
-        made: torch.optim.Optimizer
-        if training.optimizer == "sgd":
-            made = torch.optim.SGD(parameters, momentum=training.momentum, **common)
-        else:
-            made = (torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam)(parameters, **common)
-        for name, value in memory.items():
-            number, _, key = name.partition(".")
-            made.state[parameters[int(number)]][key] = value
-        return made
 
 
 def with_tokens(

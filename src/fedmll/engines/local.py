@@ -25,6 +25,7 @@ from fedmll.evaluation.pooled import Evaluation, evaluate_alone, evaluate_pooled
 from fedmll.message import Message, Tensors
 
 CHUNK = 4 * EVALUATION_BATCH  # samples of one prediction job
+REMEMBERS = "remembers"  # a worker's word to the engine, beside a reply's numbers: the client has a memory now
 
 
 class LocalEngine:
@@ -65,11 +66,11 @@ class LocalEngine:
                 peer = self.peers[client]
                 message = self.method.send(state, peer, number)
                 self.bytes_down += message.nbytes
-                paths = self.memory.paths(client, number)
-                yield Job("train", (client, number, *paths), message, f"client {peer.name} in round {number}")
+                before = self.memory.latest.get(client)
+                yield Job("train", (client, number, before), message, f"client {peer.name} in round {number}")
 
-        for job, reply in self._run(jobs(), state):
-            client = job.arguments[0]
+        for job, reply in self._run(jobs(), len(order), state):
+            client, remembers = job.arguments[0], reply.numbers.pop(REMEMBERS)
             reason = self.method.refuse(job.message, reply, number)
             if reason is not None:
                 now = self.federation.experiment.training.lr
@@ -77,7 +78,8 @@ class LocalEngine:
                 diverged = "NaN" in reason or "norm" in reason
                 raise ReplyRefused(f"The reply of {job.label} was refused: {reason}.{advice if diverged else ''}")
             self.bytes_up += reply.nbytes
-            self.memory.written(client, number)
+            if remembers:
+                self.memory.written(client, number)
             yield self.peers[client], reply
 
     def fault(self, error: Exception, peer: Peer | None) -> None:
@@ -88,7 +90,7 @@ class LocalEngine:
         starts = [(name, start) for name in names for start in range(0, len(self.datasets[name]), CHUNK)]
         jobs = (Job("predict", chunk, message, "the evaluation") for chunk in starts)
         parts: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names}
-        for job, reply in self._run(jobs, message.tensors):
+        for job, reply in self._run(jobs, len(starts), message.tensors):
             parts[job.arguments[0]].append(reply["scores"].numpy())
         empty = np.zeros((0, len(self.learner.task.classes)), np.float32)
         return [np.concatenate(parts[name]) if parts[name] else empty for name in names]
@@ -128,10 +130,10 @@ class LocalEngine:
             self.pool.close()
         torch.set_num_threads(self.threads)
 
-    def _run(self, jobs: Iterator[Job], shared: Tensors) -> Iterator[tuple[Job, Message]]:
+    def _run(self, jobs: Iterator[Job], count: int, shared: Tensors) -> Iterator[tuple[Job, Message]]:
         if self.pool is not None:
             self.pool.share(shared.values())
-            yield from self.pool.run(jobs)
+            yield from self.pool.run(jobs, count)
             return
         for job in jobs:
             yield job, self._work(job.kind, job.arguments, job.message)
@@ -141,11 +143,14 @@ class LocalEngine:
     def _work(self, kind: str, arguments: tuple, message: Message) -> Message:
         return self._train(message, *arguments) if kind == "train" else self._predict(message, *arguments)
 
-    def _train(self, message: Message, index: int, number: int, old: Path | None, new: Path) -> Message:
+    def _train(self, message: Message, index: int, number: int, before: int | None) -> Message:
+        """`before`: the round that the client's memory is of."""
         client = self.learner.client(self.federation, self.peers[index], number)
-        memory = self.memory.read(old)
+        memory = {} if before is None else self.memory.read(self.memory.path(index, before))
         reply = self.learner.train(client, message, memory)
-        self.memory.write(new, memory)
+        if memory:
+            self.memory.write(self.memory.path(index, number), memory, durable=False)
+        reply.numbers[REMEMBERS] = float(bool(memory))
         return reply
 
     def _predict(self, message: Message, name: str, start: int) -> Message:

@@ -15,31 +15,38 @@ class MemoryStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.latest: dict[int, int] = {}  # client → the round of its newest memory
+        self.unsynced = False
 
     def path(self, client: int, round: int) -> Path:
-        return self.folder / f"{client:06d}.{round:06d}.safetensors"
-
-    def paths(self, client: int, round: int) -> tuple[Path | None, Path]:
-        """The file that the client's memory is in, and the one for its memory after `round`."""
-        old = self.latest.get(client)
-        return (None if old is None else self.path(client, old)), self.path(client, round)
+        return self.folder / _name(client, round)
 
     def read(self, path: Path | None) -> Tensors:
         return {} if path is None else load_file(path)
 
-    def write(self, path: Path, memory: Tensors) -> None:
+    def write(self, path: Path, memory: Tensors, *, durable: bool = True) -> None:
+        """What is not durable is so from the next `sync` on: a checkpoint waits for the disk once, not twice a file."""
         if memory:
-            with files.replacing(path) as temporary:
+            with files.replacing(path, durable=durable) as temporary:
                 save_file({name: tensor.contiguous() for name, tensor in memory.items()}, temporary)
 
     def written(self, client: int, round: int) -> None:
-        if self.path(client, round).exists():
-            self.latest[client] = round
+        self.latest[client] = round
+        self.unsynced = True
+
+    def sync(self) -> None:
+        """Before a checkpoint refers to what was written."""
+        if self.unsynced:
+            files.sync_disk(self.folder)
+            self.unsynced = False
 
     def keep_only(self, versions: set[tuple[int, int]] | None) -> None:
         """Delete every memory that no checkpoint (and nobody now) refers to. None: it is not known which, keep all."""
         if versions is not None and self.folder.is_dir():
-            wanted = {self.path(*version) for version in versions}
+            wanted = {_name(*version) for version in versions}
             for path in self.folder.glob("[0-9]*.[0-9]*.safetensors"):
-                if path not in wanted:
+                if path.name not in wanted:
                     path.unlink()
+
+
+def _name(client: int, round: int) -> str:
+    return f"{client:06d}.{round:06d}.safetensors"

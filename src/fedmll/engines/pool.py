@@ -1,16 +1,21 @@
 """Worker processes that do jobs and give the results back in the jobs' order, whatever the number of workers.
 
-A job's tensors and its result's go through shared memory; only small headers go through the pipes. A worker that dies
-is replaced and its job tried once more; a second death is reported with the job's label.
+A job's tensors and its result's go through shared memory; only small headers go through the pipes. Quick jobs are given
+several at a time: waking a process costs as much as a small client's round. A worker that dies is replaced and its job
+tried once more; a second death is reported with the job's label.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from ctypes import c_int64
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 
 import torch
@@ -21,7 +26,8 @@ from fedmll.errors import ClientError, FedmllError
 from fedmll.message import Message
 from fedmll.processes import forked
 
-HELD_RESULTS = 4  # a worker: how far one may run ahead of the slowest job, and so what memory results can take
+HELD_RESULTS = 4  # bundles of a worker: how far one may run ahead of the slowest job, and so what memory results take
+BUNDLE_SECONDS, LARGEST_BUNDLE = 0.02, 16  # jobs of so much time are given at once, so many at most
 
 
 @dataclass
@@ -34,6 +40,8 @@ class Job:
 
 
 Work = Callable[[str, tuple, Message], Message]
+Bundle = list[tuple[int, Job]]  # jobs with their places
+Header = dict[str, tuple[bool, Entry]]  # of each tensor: whether it is shared, and where it lies
 
 
 class Worker:
@@ -42,10 +50,11 @@ class Worker:
     def __init__(self, work: Work, shared: Arena) -> None:
         self.inbox, self.outbox = Arena(), Arena()
         ours, theirs = multiprocessing.Pipe()
-        self.process = forked(_serve, theirs, ours, work, self.inbox, self.outbox, shared)
+        self.at = multiprocessing.RawValue(c_int64)  # which job of its bundle it is at: whoever kills it is known
+        self.process = forked(_serve, theirs, ours, work, self.inbox, self.outbox, shared, self.at)
         theirs.close()
         self.pipe: Connection = ours
-        self.busy: tuple[int, Job] | None = None
+        self.busy: Bundle = []
 
     def stop(self) -> None:
         self.pipe.close()
@@ -68,6 +77,7 @@ class Pool:
         sys.stdout.flush()
         sys.stderr.flush()
         self.workers = [Worker(work, self.shared) for _ in range(workers)]
+        self.bundle = 1  # how many jobs a worker gets at once: what the last ones took decides
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that many of the next jobs carry: written once, at their first use."""
@@ -75,37 +85,39 @@ class Pool:
         self.entries.clear()
         self.kept = list(tensors)
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Message]]:
-        """Each job with its result, in the order of the jobs."""
+    def run(self, jobs: Iterable[Job], count: int) -> Iterator[tuple[Job, Message]]:
+        """Each of `count` jobs with its result, in the order of the jobs."""
         source = enumerate(jobs)
         results: dict[int, tuple[Job, Message]] = {}
-        given = taken = 0
-        exhausted = False
+        given, self.bundle = 0, 1
         try:
-            while True:
+            for taken in range(count):
                 for worker in self.workers:
-                    if worker.busy is None and not exhausted and given - taken < HELD_RESULTS * len(self.workers):
-                        place, job = next(source, (-1, None))
-                        exhausted = job is None
-                        if job is not None:
-                            self._give(worker, place, job)
-                            given += 1
-                if exhausted and taken == given:
-                    return
+                    fair = max(1, (count - given) // (2 * len(self.workers)))  # the last ones end together
+                    size = min(self.bundle, fair)
+                    if not worker.busy and given - taken < HELD_RESULTS * size * len(self.workers):
+                        bundle = list(islice(source, size))
+                        given += len(bundle)
+                        if bundle:
+                            self._give(worker, bundle)
                 while taken not in results:
                     self._wait(results)
                 yield results.pop(taken)
-                taken += 1
         finally:
             # an abandoned run (an error, Ctrl-C): whoever is still at work must not write into the next one
             for i, worker in enumerate(self.workers):
-                if worker.busy is not None:
+                if worker.busy:
                     worker.stop()
                     self.workers[i] = Worker(self.work, self.shared)
 
-    def _give(self, worker: Worker, place: int, job: Job) -> None:
+    def _give(self, worker: Worker, bundle: Bundle) -> None:
         worker.inbox.clear()
-        header: dict[str, tuple[bool, Entry]] = {}
+        worker.busy = bundle
+        worker.pipe.send([(j.kind, j.arguments, self._header(worker, j), j.message.numbers) for _, j in bundle])
+
+    def _header(self, worker: Worker, job: Job) -> Header:
+        """Where the job's tensors lie; those that are not shared are put into the worker's inbox."""
+        header: Header = {}
         for name, tensor in job.message.tensors.items():
             if any(tensor is shared for shared in self.kept):
                 if id(tensor) not in self.entries:
@@ -113,31 +125,30 @@ class Pool:
                 header[name] = (True, self.entries[id(tensor)])
             else:
                 header[name] = (False, worker.inbox.write(tensor))
-        worker.busy = (place, job)
-        worker.pipe.send((job.kind, job.arguments, header, job.message.numbers))
+        return header
 
     def _wait(self, results: dict[int, tuple[Job, Message]]) -> None:
-        """Until something happened: a result, an error or a death."""
-        busy = {worker.pipe: worker for worker in self.workers if worker.busy is not None}
+        """Until something happened: results, an error or a death."""
+        busy = {worker.pipe: worker for worker in self.workers if worker.busy}
         for pipe in wait(list(busy)):
             worker = busy[pipe]  # type: ignore[index]
-            assert worker.busy is not None
-            place, job = worker.busy
             try:
                 status, *answer = worker.pipe.recv()
             except (EOFError, ConnectionResetError):
                 self._replace(worker)
                 continue
-            worker.busy = None
+            bundle, worker.busy = worker.busy, []
             if status == "error":
                 error, text = answer
                 raise error(text)
-            entries, numbers = answer
-            results[place] = (job, Message(read_all(worker.outbox, entries), numbers))
+            seconds, done = answer
+            self.bundle = max(1, min(LARGEST_BUNDLE, int(BUNDLE_SECONDS * len(bundle) / max(seconds, 1e-6))))
+            for (place, job), (entries, numbers) in zip(bundle, done, strict=True):
+                results[place] = (job, Message(read_all(worker.outbox, entries), numbers))
 
     def _replace(self, dead: Worker) -> None:
-        assert dead.busy is not None
-        place, job = dead.busy
+        bundle = dead.busy
+        job = bundle[dead.at.value][1]
         dead.process.join(5)
         code = dead.process.exitcode
         cause = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
@@ -150,7 +161,7 @@ class Pool:
                 f"The worker that ran {job.label} {cause}, and so did the one that tried it again. Signal 9 usually "
                 "means that memory ran out: use fewer workers (--workers) or smaller batches (training.batch_size)."
             )
-        self._give(worker, place, job)
+        self._give(worker, bundle)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -158,19 +169,27 @@ class Pool:
         self.shared.close()
 
 
-def _serve(pipe: Connection, parents_end: Connection, work: Work, inbox: Arena, outbox: Arena, shared: Arena) -> None:
-    """A worker's life: one torch thread, jobs until the pipe closes."""
+def _serve(
+    pipe: Connection, parents_end: Connection, work: Work, inbox: Arena, outbox: Arena, shared: Arena, at: c_int64
+) -> None:
+    """A worker's life: one torch thread, bundles of jobs until the pipe closes."""
     parents_end.close()
     torch.set_num_threads(1)
+    gc.freeze()  # what was inherited is not looked through for garbage again and again
     while True:
+        at.value = 0
         try:
-            kind, arguments, header, numbers = pipe.recv()
+            jobs = pipe.recv()
         except (EOFError, OSError):
             return
-        tensors = {name: (shared if common else inbox).view(entry) for name, (common, entry) in header.items()}
+        begin, done = time.process_time(), []
+        outbox.clear()
         try:
-            reply = work(kind, arguments, Message(tensors, numbers))
-            pipe.send(("done", write_all(outbox, reply.tensors), reply.numbers))
+            for at.value, (kind, arguments, header, numbers) in enumerate(jobs):
+                tensors = {name: (shared if common else inbox).view(entry) for name, (common, entry) in header.items()}
+                reply = work(kind, arguments, Message(tensors, numbers))
+                done.append((write_all(outbox, reply.tensors), reply.numbers))
+            pipe.send(("done", time.process_time() - begin, done))
         except FedmllError as error:
             pipe.send(("error", type(error), str(error)))
         except Exception:

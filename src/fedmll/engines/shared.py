@@ -65,7 +65,6 @@ class Arena:
 
 
 def write_all(arena: Arena, tensors: Tensors) -> dict[str, Entry]:
-    arena.clear()
     return {name: arena.write(tensor) for name, tensor in tensors.items()}
 
 

@@ -44,9 +44,10 @@ class Like:
         reason = self.refuse_shape(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         if reason is not None:
             return reason
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not all_finite(tensor):
             return f"{name} holds NaN or infinite values"
-        if tensor.numel() and not (self.low <= float(tensor.min()) and float(tensor.max()) <= self.high):
+        bounded = self.low > -math.inf or self.high < math.inf
+        if bounded and tensor.numel() and not (self.low <= float(tensor.min()) and float(tensor.max()) <= self.high):
             return f"{name} holds values outside [{self.low:g}, {self.high:g}]"
         if self.norm < math.inf and float(tensor.norm()) > self.norm:
             return f"{name} has the norm {float(tensor.norm()):.3g}; at most {self.norm:.3g} is believed"
@@ -91,19 +92,27 @@ class Trained(Like):
     flat: FlatWeights | None = None
 
     def refuse(self, name: str, tensor: Tensor) -> str | None:
-        reason = super().refuse(name, tensor)
-        if reason is not None:
-            return reason if bool(torch.isfinite(tensor).all()) else Diverged(reason)
         assert self.start is not None
-        end = len(tensor) - (0 if self.flat is None else self.flat.buffer_count)
-        size = 1 + float(self.start.norm())
-        moved, statistics = float((tensor[:end] - self.start[:end]).norm()), float(tensor[end:].norm())
+        reason = self.refuse_shape(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if reason is not None:
+            return reason
+        count = 0 if self.flat is None else self.flat.buffer_count
+        end, size = tensor.numel() - count, 1 + float(torch.linalg.vector_norm(self.start))
+        moved = float(torch.dist(tensor, self.start) if not count else torch.dist(tensor[:end], self.start[:end]))
+        statistics = float(torch.linalg.vector_norm(tensor[end:])) if count else 0.0
+        if not math.isfinite(moved + statistics) and not bool(torch.isfinite(tensor).all()):
+            return Diverged(f"{name} holds NaN or infinite values")
         if not moved <= LARGEST_UPDATE * size:
             return Diverged(f"{name} moved by the norm {moved:.3g}; at most {LARGEST_UPDATE * size:.3g} is believed")
         if not statistics <= LARGEST_GROWTH * size:
             believed = LARGEST_GROWTH * size
             return Diverged(f"{name} has statistics of the norm {statistics:.3g}; at most {believed:.3g} is believed")
         return None if self.flat is None else refuse_variances(name, tensor, self.flat)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """A sum is finite only of finite numbers, and made in one pass; where it is not, one looks at each."""
+    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def refuse_variances(name: str, weights: Tensor, flat: FlatWeights) -> str | None:

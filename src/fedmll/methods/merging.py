@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from fedmll.client import Peer
 from fedmll.errors import MergeRefused
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Merger, Records
-from fedmll.methods.expected import refuse_variances
+from fedmll.methods.expected import all_finite, refuse_variances
 
 if TYPE_CHECKING:
     from fedmll.methods.method import Method
@@ -54,7 +52,7 @@ class Merging:
         weights = merged.get("weights")
         if weights is None:
             return
-        reason = None if bool(torch.isfinite(weights).all()) else "the merged weights hold NaN or infinite values"
+        reason = None if all_finite(weights) else "the merged weights hold NaN or infinite values"
         if hasattr(self.method.mean, "weights"):  # bound to a model
             reason = reason or refuse_variances("the merged model", weights, self.method.mean.weights)
         if reason is not None:

@@ -52,6 +52,7 @@ class FlatWeights:
         self.parameters = list(parameters.values())
         self.parameter_end = sum(p.numel() for p in self.parameters)
         self._batch_counts = [self.counter_layout[n].where for n in _unused_counts(model) if n in self.counter_layout]
+        self._variances = [place.where for name, place in self.layout.items() if name.endswith("running_var")]
         device = next(iter(parameters.values())).device
         self.vector = torch.empty(sum(p.shape.numel() for p in self.layout.values()), device=device)
         self.counters = torch.empty(
@@ -80,9 +81,8 @@ class FlatWeights:
     def variances(self, length: int) -> list[slice]:
         """Where BatchNorm's variances lie in weights of this length: a client's may lack rows of the head, which are
         before the buffers."""
-        shift = length - len(self.vector)
-        places = [place.where for name, place in self.layout.items() if name.endswith("running_var")]
-        return [slice(place.start + shift, place.stop + shift) for place in places]
+        shift = length - self.vector.numel()
+        return [slice(place.start + shift, place.stop + shift) for place in self._variances]
 
     def add_gradient(self, gradient: Tensor, factor: float = 1.0) -> None:
         """To the gradients of the parameters that have one."""

@@ -27,7 +27,7 @@ class Network(nn.Module):
 
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         """`states` (batch, classes) are what is known of the labels (1, 0, -1 unknown), for heads that can use it."""
-        return self.tokens(images).mean((2, 3))
+        return pooled(self.tokens(images))
 
     def logits(self, features: Tensor) -> Tensor:
         raise NotImplementedError
@@ -59,3 +59,8 @@ class Classifier(Network):
 
     def class_vectors(self) -> dict[str, Tensor]:
         return {CLASSIFIER_ROWS: self.head.weight}
+
+
+def pooled(tokens: Tensor) -> Tensor:
+    """The mean over a map (batch, width, rows, columns); a map of one token is that token."""
+    return tokens.flatten(1) if tokens.shape[2:] == (1, 1) else tokens.mean((2, 3))

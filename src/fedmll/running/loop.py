@@ -238,6 +238,7 @@ class _Run:
         memory = self.engine.memory
         tensors = state | {BEST + name: t for name, t in self.best_tensors.items()}
         fingerprint = self.experiment.fingerprint()
+        memory.sync()
         checkpoint.save(self.checkpoints, Checkpoint(number, tensors, fingerprint, self.best, memory.latest))
         memory.keep_only(checkpoint.memories(self.checkpoints))
 

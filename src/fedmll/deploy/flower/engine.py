@@ -50,6 +50,9 @@ class SiteMemories:
     latest: dict[int, int] = field(default_factory=dict)
     kept: set[tuple[int, int]] | None = field(default_factory=set)  # None: all
 
+    def sync(self) -> None:
+        """A site's memory is on its disk before it replies."""
+
     def keep_only(self, versions: set[tuple[int, int]] | None) -> None:
         self.kept = versions
 

@@ -39,7 +39,7 @@ class Backbone(nn.Module):
 
     @property
     def whole_is_frozen(self) -> bool:
-        return len(self.frozen) == len(self.stages())
+        return bool(self.frozen) and len(self.frozen) == len(self.stages())
 
     def train(self, mode: bool = True) -> Self:
         """What is frozen stays in evaluation mode: its batch statistics are not those of a batch."""

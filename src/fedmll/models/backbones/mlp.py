@@ -26,7 +26,7 @@ class Mlp(Backbone):
 
     def forward(self, features: Tensor) -> Tensor:
         tokens: Tensor = self.layers(features)
-        return tokens[:, :, None, None]
+        return tokens.view(*tokens.shape, 1, 1)
 
 
 @register("backbone", "mlp")

@@ -1,0 +1,83 @@
+"""The optimiser against torch's own, bit by bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedmll.engines.optimiser import Optimiser
+from fedmll.message import Tensors
+from fedmll.seeding import derive, seed_global
+from fedmll.settings import Training
+
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "sgd": ({"optimizer": "sgd"}, torch.optim.SGD),
+    "momentum": ({"optimizer": "sgd", "momentum": 0.9}, lambda p, **k: torch.optim.SGD(p, momentum=0.9, **k)),
+    "adam": ({"optimizer": "adam"}, torch.optim.Adam),
+    "adamw": ({"optimizer": "adamw"}, torch.optim.AdamW),
+}
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((5, 7), (5,), (3, 5))]
+
+
+def teach(own: list[nn.Parameter], step: int, without: int | None = None) -> None:
+    """A gradient for each, but for one."""
+    generator = torch.Generator().manual_seed(step + 1)
+    for number, parameter in enumerate(own):
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = None if number == without else gradient
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_has_the_bits_of_torchs_optimiser(kind: str) -> None:
+    changes, torchs = KINDS[kind]
+    own, theirs = parameters(), parameters()
+    optimiser = Optimiser(Training(lr=0.05, weight_decay=0.1, **changes), own, {})
+    reference = torchs(theirs, lr=0.05, weight_decay=0.1, fused=True)
+    for step in range(5):
+        without = 1 if step else None  # from the second step on one has no gradient, and is not even decayed
+        for each in (own, theirs):
+            teach(each, step, without)
+        optimiser.step()
+        reference.step()
+        assert all(torch.equal(a, b) for a, b in zip(own, theirs, strict=True)), step
+    assert all(parameter.grad is None for parameter in own)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_kept_goes_on_where_it_ended(kind: str) -> None:
+    training = Training(lr=0.05, **KINDS[kind][0])
+    own, broken = parameters(), parameters()
+    whole, memory = Optimiser(training, own, {}), Tensors()
+    for step in range(4):
+        interrupted = Optimiser(training, broken, memory)
+        for each, optimiser in ((own, whole), (broken, interrupted)):
+            teach(each, step)
+            optimiser.step()
+        memory = {name: value.clone() for name, value in interrupted.state().items()}
+    assert all(torch.equal(a, b) for a, b in zip(own, broken, strict=True))
+    assert memory.keys() == whole.state().keys() and bool(memory) == (kind != "sgd")
+
+
+def test_a_parameter_that_gets_its_first_gradient_late_starts_its_momentum_then() -> None:
+    own = parameters()
+    start = own[1].detach().clone()
+    optimiser = Optimiser(Training(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.0), own, {})
+    gradients = list[Tensor]()
+    for step in range(3):
+        teach(own, step, without=None if step else 1)
+        gradients += [] if own[1].grad is None else [own[1].grad.clone()]
+        optimiser.step()
+    torch.testing.assert_close(own[1].detach(), start - 0.5 * gradients[0] - 0.5 * (gradients[1] + 0.9 * gradients[0]))
+
+
+def test_torchs_generator_gets_the_seed_that_manual_seed_would_give_it() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(3, 1, "c000", "torch"))
+        expected = torch.rand(5)
+        seed_global(torch.device("cpu"), 3, 1, "c000", "torch")
+        assert torch.equal(torch.rand(5), expected)

@@ -1,0 +1,61 @@
+"""Jobs in worker processes: quick ones are given several at a time, and nothing else is different."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedmll.engines.pool import LARGEST_BUNDLE, Job, Pool
+from fedmll.errors import ClientError
+from fedmll.message import Message
+
+COUNT = 70
+ALWAYS = "always"  # no file
+
+
+def work(kind: str, arguments: tuple, message: Message) -> Message:
+    """Twice what was sent; `kind` may be a file: whoever gets such a job and finds no file makes it and dies."""
+    if kind and not Path(kind).exists():
+        if kind != ALWAYS:
+            Path(kind).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Message({"twice": 2 * message["x"] + message["shared"]}, {"pid": float(os.getpid())})
+
+
+def results(pool: Pool, deadly: dict[int, str]) -> list[Message]:
+    shared = torch.tensor([0.5])
+    pool.share([shared])
+    jobs = (
+        Job(
+            deadly.get(number, ""),
+            (),
+            Message({"x": torch.full((3,), float(number)), "shared": shared}),
+            f"job {number}",
+        )
+        for number in range(COUNT)
+    )
+    return [reply for _, reply in pool.run(jobs, COUNT)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_quick_jobs_go_several_at_a_time_and_come_back_in_order(workers: int, tmp_path: Path) -> None:
+    pool = Pool(work, workers)
+    try:
+        for deadly in ({}, {50: str(tmp_path / "died")}):  # one that dies once changes nothing
+            found = results(pool, deadly)
+            assert [reply["twice"].tolist() for reply in found] == [[2 * n + 0.5] * 3 for n in range(COUNT)]
+            assert 1 < pool.bundle <= LARGEST_BUNDLE
+        assert len({reply.numbers["pid"] for reply in found}) == workers + 1
+    finally:
+        pool.close()
+
+
+def test_a_death_is_told_with_the_job_that_it_was_at() -> None:
+    pool = Pool(work, 1)
+    try:
+        with pytest.raises(ClientError, match=r"^The worker that ran job 60 was killed by signal 9"):
+            results(pool, {60: ALWAYS})
+    finally:
+        pool.close()
