@@ -182,6 +182,19 @@ def test_a_site_is_excluded_and_readmitted_while_the_run_goes_on(
     assert not any(name in turned_away.advice("excluded") for name in NAMES)  # type: ignore[operator]
 
 
+def test_who_is_excluded_to_the_end_is_told_that_the_run_is_over(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    grid, hear, out = make_grid(consortium, tmp_path), Hear(), tmp_path / "out"
+    experiment = consortium.server(training__rounds=2)
+    server = Server(NAMES, min_clients=2, join_timeout=2, run="run1", keys=None)
+    loop.create(out, experiment)
+    setting.save(server, out)
+    hear.at_round = {1: lambda: barring.exclude(out, "site-b")}
+    result = serving.drive(grid, experiment, server, out, hear)
+    assert [row["clients"] for row in result.rows] == [3, 2]
+    assert sorted(name for kind, name in grid.log if kind == "query.bye") == sorted(NAMES)
+    assert result.summary["samples"]["train"] == 140  # of who takes part in the end
+
+
 def test_who_may_be_excluded(tmp_path: Path) -> None:
     setting.save(Server(("a", "b", "c"), min_clients=2), tmp_path)
     with pytest.raises(ConfigError, match="There is no client 'd'"):

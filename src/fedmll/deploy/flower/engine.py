@@ -279,8 +279,8 @@ class FlowerEngine:
         self.roster.update()
         content = {"setup": self.roster.setup, "audit": audit}
         letters = [
-            FlowerMessage(to_records(Message(), content), member.node, BYE, ttl=BYE_SECONDS)
-            for member in self.roster.members.values()
+            FlowerMessage(to_records(Message(), content), node, BYE, ttl=BYE_SECONDS)
+            for node in self.roster.to_part_from()
         ]
         waiting = [message_id for message_id in self.grid.push_messages(letters) if message_id] if letters else []
         deadline = time.monotonic() + BYE_SECONDS

@@ -138,6 +138,11 @@ class Roster:
         if member is not None:
             self.refused[member.node, member.since] = Refusal(name, reason, time.monotonic())
 
+    def to_part_from(self) -> list[int]:
+        """The nodes that are told when the run is over: also of who was taken out of it, and waits."""
+        out = [node for (node, _), refusal in self.refused.items() if refusal.reason == EXCLUDED]
+        return [*(member.node for member in self.members.values()), *out]
+
     def absence(self, name: str) -> str:
         """Why somebody is not among the members."""
         reasons = [refusal.reason for refusal in self.refused.values() if refusal.name == name]
