@@ -45,7 +45,7 @@ def main() -> None:
         one_batch(options.one[0], int(options.one[1]), int(options.one[2]), options.size, options.repeats)
         return
     if options.labels:
-        by_labels(options.labels, options.inducing, options.repeats)
+        by_labels(options.methods, options.labels, options.inducing, options.repeats)
         return
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -98,13 +98,13 @@ def stepper(data: Dataset, regularised: bool) -> Callable[[], None]:
     return step
 
 
-def by_labels(counts: list[int], inducing: int, repeats: int) -> None:
+def by_labels(methods: list[str], counts: list[int], inducing: int, repeats: int) -> None:
     """A table; each figure in a process of its own, whose peak memory it is."""
     print(f"a client's round of one batch of {BATCH} images; CPU seconds, and the memory that it adds at most\n")
     ways = (("full", 0), (f"{inducing} inducing tokens", inducing))
     header = ["method", "labels", *(f"{way}: {what}" for way, _ in ways for what in ("s", "MB"))]
     print("| " + " | ".join(header) + " |\n|---|" + "---:|" * (len(header) - 1))
-    for name in ("fedctran", "fedlgt"):
+    for name in methods:
         for classes in counts:
             cells = []
             for _, tokens in ways:
@@ -119,7 +119,7 @@ def one_batch(name: str, classes: int, inducing: int, size: int, repeats: int) -
     with tempfile.TemporaryDirectory() as folder:
         changes: dict[str, Any] = {"method.inducing": inducing or None}
         if name == "fedlgt":
-            changes["method.encoder"] = word_vectors(Path(folder) / "words.txt", classes)
+            changes["method.encoder"] = word_vectors(Path(folder) / "words.txt", classes + 2)
         few, many = (make(name, random_data(BATCH, c, size), changes) for c in (inducing + 2, classes))
     trainer(few, random_data(BATCH, inducing + 2, size))()  # torch's own buffers are not the labels'
     train, before = trainer(many, random_data(BATCH, classes, size)), in_memory("VmRSS")
@@ -190,6 +190,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", default=64, type=int, help="side of the images")
     parser.add_argument("--repeats", default=5, type=int)
     parser.add_argument("--labels", nargs="+", type=int, help="C-Tran against the number of labels, and nothing else")
+    parser.add_argument("--methods", nargs="+", default=["fedctran", "fedlgt"], help="for --labels")
     parser.add_argument("--inducing", default=32, type=int, help="tokens, for --labels")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args()
