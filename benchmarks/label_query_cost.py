@@ -88,7 +88,7 @@ def stepper(data: Dataset, regularised: bool) -> Callable[[], None]:
     changes = {"method.neg": regularised, "method.pos": regularised, "method.lambda_neg": 1.0}
     learner = make("fednca-ml", data, changes)
     work = work_of(learner, one_client(learner, data))
-    optimizer = learner.optimizer(learner.weights.parameters, {})
+    optimizer = torch.optim.AdamW(learner.weights.parameters, fused=True)
 
     def step() -> None:
         loss_of(learner, work).backward()
