@@ -3,15 +3,21 @@
     FedLGT      a client's round / (FedC-Tran's round + one inference pass): the teacher predicts once a round
     FedNCA-ML   a training step / the same step without the two regularisers
 
+    C-Tran      against the number of labels, where labels see each other and where they do so through inducing tokens
+
 Random images, one thread, CPU time of this process, so other programs on the machine matter little.
 
     python benchmarks/label_query_cost.py
+    python benchmarks/label_query_cost.py --labels 17 80 400 1628
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,20 +27,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmll.client import Batch, Client, Step, Task, Work
+from fedmll.client import Client, Task, Work
 from fedmll.data.dataset import Dataset
 from fedmll.engines.learner import Learner
-from fedmll.engines.optimiser import Optimiser
 from fedmll.experiment import Experiment
 from fedmll.message import Message
-from fedmll.testing import work_of
+from fedmll.testing import loss_of, work_of
 
 LIMIT = 1.15
+BATCH = 16
 
 
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
+    if options.one:
+        one_batch(options.one[0], int(options.one[1]), int(options.one[2]), options.size, options.repeats)
+        return
+    if options.labels:
+        by_labels(options.methods, options.labels, options.inducing, options.repeats)
+        return
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
         for classes in options.classes:
@@ -76,15 +88,53 @@ def stepper(data: Dataset, regularised: bool) -> Callable[[], None]:
     changes = {"method.neg": regularised, "method.pos": regularised, "method.lambda_neg": 1.0}
     learner = make("fednca-ml", data, changes)
     work = work_of(learner, one_client(learner, data))
-    optimiser = Optimiser(learner.task.experiment.training, learner.weights.parameters, {})
-    raw, targets = torch.from_numpy(data.samples(slice(0, 32))), torch.from_numpy(data.labels[:32])
+    optimizer = torch.optim.AdamW(learner.weights.parameters, fused=True)
 
     def step() -> None:
-        batch = Batch(learner.task, torch.arange(32), raw, targets, "none", torch.Generator())
-        learner.loss(Step(work, batch)).backward()
-        optimiser.step()
+        loss_of(learner, work).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
+
+
+def by_labels(methods: list[str], counts: list[int], inducing: int, repeats: int) -> None:
+    """A table; each figure in a process of its own, whose peak memory it is."""
+    print(f"a client's round of one batch of {BATCH} images; CPU seconds, and the memory that it adds at most\n")
+    ways = (("full", 0), (f"{inducing} inducing tokens", inducing))
+    header = ["method", "labels", *(f"{way}: {what}" for way, _ in ways for what in ("s", "MB"))]
+    print("| " + " | ".join(header) + " |\n|---|" + "---:|" * (len(header) - 1))
+    for name in methods:
+        for classes in counts:
+            cells = []
+            for _, tokens in ways:
+                command = [sys.executable, __file__, "--repeats", str(repeats), "--one", name, str(classes)]
+                said = subprocess.run([*command, str(min(tokens, classes - 1))], check=True, stdout=subprocess.PIPE)
+                seconds, memory = json.loads(said.stdout)
+                cells += [f"{seconds:.2f}", f"{memory:.0f}"]
+            print("| " + " | ".join([name, f"{classes:,}", *cells]) + " |", flush=True)
+
+
+def one_batch(name: str, classes: int, inducing: int, size: int, repeats: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        changes: dict[str, Any] = {"method.inducing": inducing or None}
+        if name == "fedlgt":
+            changes["method.encoder"] = word_vectors(Path(folder) / "words.txt", classes + 2)
+        few, many = (make(name, random_data(BATCH, c, size), changes) for c in (inducing + 2, classes))
+    trainer(few, random_data(BATCH, inducing + 2, size))()  # torch's own buffers are not the labels'
+    train, before = trainer(many, random_data(BATCH, classes, size)), in_memory("VmRSS")
+    times = []
+    for _ in range(repeats):
+        begin = time.process_time()
+        train()
+        times.append(time.process_time() - begin)
+    print(json.dumps([statistics.median(times), in_memory("VmHWM") - before]))
+
+
+def in_memory(what: str) -> float:
+    """MB of this process: VmRSS now, VmHWM at most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
 
 
 def trainer(learner: Learner, data: Dataset) -> Callable[[], Message]:
@@ -94,7 +144,7 @@ def trainer(learner: Learner, data: Dataset) -> Callable[[], Message]:
 
 
 def make(name: str, data: Dataset, changes: dict[str, Any]) -> Learner:
-    experiment = Experiment().changed({"method.name": name, "training.batch_size": 16} | changes)
+    experiment = Experiment().changed({"method.name": name, "training.batch_size": BATCH} | changes)
     return Learner(Task(experiment, data.classes, data.sample_shape, 1, torch.device("cpu")))
 
 
@@ -139,6 +189,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", default=128, type=int, help="of the client")
     parser.add_argument("--size", default=64, type=int, help="side of the images")
     parser.add_argument("--repeats", default=5, type=int)
+    parser.add_argument("--labels", nargs="+", type=int, help="C-Tran against the number of labels, and nothing else")
+    parser.add_argument("--methods", nargs="+", default=["fedctran", "fedlgt"], help="for --labels")
+    parser.add_argument("--inducing", default=32, type=int, help="tokens, for --labels")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -1,8 +1,9 @@
-"""Participation: who takes part in a round."""
+"""Participation: who takes part in a round; what a client trains on and what it holds out."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -11,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedmll.data import federation
+from fedmll.data.federation import split_off
 from fedmll.data.participation import choose
 from fedmll.errors import ConfigError
+from fedmll.testing import experiment
 
 
 @settings(max_examples=100, deadline=None)
@@ -111,3 +115,27 @@ def test_what_is_impossible_is_refused(options: dict[str, object], hint: str) ->
 def test_no_clients_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="no client"):
         choose([], 0, 0)
+
+
+@pytest.mark.parametrize(("count", "share", "held"), [(9, 0.1, 0), (10, 0.1, 1), (8, 0.0, 0), (7, 0.5, 3)])
+def test_who_has_too_few_samples_holds_nothing_out(count: int, share: float, held: int) -> None:
+    rows = np.array([5, 3, 90, 14, 8, 2, 61, 30, 77, 40])[:count]
+    kept, out = split_off(rows, share, 0, "a")
+    assert len(out) == held
+    assert kept.dtype == out.dtype == rows.dtype
+    assert np.array_equal(np.sort(np.concatenate([kept, out])), np.sort(rows))
+    assert (np.diff(kept) > 0).all()
+
+
+def test_nobody_draws_what_he_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream takes 0.1 ms, and there may be 51,414 clients with 8 samples each."""
+    monkeypatch.setattr(federation, "numpy_generator", None)
+    assert split_off(np.arange(9), 0.1, 0, "a")[0].tolist() == list(range(9))
+
+
+def test_the_sizes_of_all_clients_are_counted_once() -> None:
+    found = federation.build(experiment())
+    assert found.sizes.tolist() == [len(rows) for rows in found.samples]
+    assert found.sizes is found.sizes and found.there is found.there
+    fewer = replace(found, samples=(found.samples[0][:0], *found.samples[1:]))
+    assert fewer.sizes[0] == 0 and fewer.there.tolist() == [1, 2, 3]

@@ -21,6 +21,7 @@ from fedmll.data.dataset import Dataset
 from fedmll.data.images.labels_csv import read_labels
 from fedmll.data.images.pack import pack
 from fedmll.data.sources import describe_sources, fashion_mnist, load
+from fedmll.data.sources.digits import read as read_digits
 from fedmll.errors import ConfigError, DataError
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
@@ -58,6 +59,20 @@ def test_digits_are_scikit_learns_times_sixteen_split_by_class() -> None:
     assert np.array_equal(splits.test.samples(slice(5, 6))[0, 0], np.minimum(original.images[row] * 16, 255))
     by_class = splits.test.labels.sum(axis=0) / (splits.test.labels.sum(axis=0) + splits.train.labels.sum(axis=0))
     assert np.abs(by_class - 0.2).max() < 0.01
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_digits_are_scikit_learns_whether_its_file_is_found_or_not(
+    monkeypatch: pytest.MonkeyPatch, from_file: bool
+) -> None:
+    original = load_digits()
+    if from_file:
+        monkeypatch.setattr("sklearn.datasets.load_digits", None)
+    else:
+        monkeypatch.setattr("fedmll.data.sources.digits.Path.is_file", lambda self: False)
+    pixels, digits = read_digits()
+    assert np.array_equal(pixels, original.data)
+    assert np.array_equal(digits, original.target)
 
 
 def test_the_test_images_are_the_same_for_every_seed() -> None:

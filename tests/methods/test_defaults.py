@@ -30,6 +30,7 @@ CTRAN: Rows = {
     "layers": (3, "C-Tran, Implementation Details; released code of FedLGT"),
     "heads": (4, "C-Tran, Implementation Details; released code of FedLGT"),
     "dropout": (0.1, "C-Tran, Implementation Details; released code of FedLGT"),
+    "inducing": (None, "C-Tran: every label sees every label"),
 }
 
 PRIVATE: Rows = {
@@ -302,6 +303,7 @@ LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("fedctran", "layers"): ([1, 9], [0]),
     ("fedctran", "heads"): ([1, 8], [0]),
     ("fedctran", "dropout"): ([0, 1 - JUST], [-JUST, 1]),
+    ("fedctran", "inducing"): ([1, 9], [0]),
     ("fedlgt", "tau"): ([JUST, 1 - JUST], [0, 1]),
     ("fedlgt", "eps"): ([0, 1], [-JUST, 1 + JUST]),
     ("fedharmony", "strength"): ([0, 50.0], [-JUST]),

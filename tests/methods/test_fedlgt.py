@@ -266,6 +266,24 @@ def test_missing_annotations_other_losses_and_every_worker_count(glove: str, nam
     assert same_bits(alone.weights, run(small(**values, engine__workers=2)).weights)
 
 
+# ---- labels that see each other through inducing tokens
+
+
+def test_inducing_tokens_are_trained_and_averaged_with_every_worker_count(glove: str) -> None:
+    values: dict[str, Any] = {"training__rounds": 1, "method__inducing": 4, "annotation__kind": "missing"}
+    alone, two = (run(lgt(glove, **values, engine__workers=workers)).weights for workers in (0, 2))
+    assert same_bits(alone, two)
+    start = find("fedlgt")(task_of(build(lgt(glove, **values)))).model().inducing
+    assert alone["inducing"].shape == start.shape == (4, 8)
+    assert ((alone["inducing"] - start).abs() > 1e-5).any(1).all()
+
+
+@pytest.mark.parametrize("tokens", [10, 11])
+def test_as_many_inducing_tokens_as_labels_are_refused(tokens: int) -> None:
+    with pytest.raises(ConfigError, match=f"{tokens} inducing tokens.*for 10 labels.*fewer than 10"):
+        run(small(method__name="fedctran", method__inducing=tokens))
+
+
 # ---- known labels
 
 

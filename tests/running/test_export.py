@@ -27,7 +27,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 SMALL = {
     "fedctran": {"method__layers": 1},
-    "fedlgt": {"method__layers": 1, "method__encoder": "learned"},
+    "fedlgt": {"method__layers": 1, "method__encoder": "learned", "method__inducing": 2},
     "fednova": {"training__optimizer": "sgd"},
     "private-fedavg": {"data__name": "digits"},  # a softmax
     "private-fedprox": {"method__loss": "sigmoid"},

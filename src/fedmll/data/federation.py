@@ -67,11 +67,11 @@ class Federation:
         found = {"test": self.test, "validation": self.validation}
         return found if self.held_out is self.validation else found | {"held-out": self.held_out}
 
-    @property
+    @cached_property
     def sizes(self) -> NDArray[np.int64]:
         return np.array([len(rows) for rows in self.samples])
 
-    @property
+    @cached_property
     def there(self) -> NDArray[np.int64]:
         """The clients that have data. Between machines some may not have come yet, or take no further part."""
         return np.flatnonzero(self.sizes)
@@ -265,6 +265,8 @@ def split_off(
     count = int(share * len(rows))
     if patients is not None:
         return _split_off_patients(rows, count, seed, name, patients)
+    if not count:  # nothing to draw; a stream for each of 50,000 clients takes seconds
+        return np.sort(rows), rows[:0]
     shuffled = numpy_generator(seed, "holdout", name).permutation(rows)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 

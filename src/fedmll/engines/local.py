@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._dynamo  # the first optimiser step imports it, two seconds; here once, not in every worker
 from numpy.typing import NDArray
 from torch import Tensor
 

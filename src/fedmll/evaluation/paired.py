@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.stats import rankdata
 
 LEVEL = 0.05
 
@@ -14,6 +13,8 @@ def wilcoxon(margins: Sequence[float]) -> float:
     """The two-sided p of Wilcoxon's signed-rank test, exact: of all 2ⁿ ways to give the margins their signs, the share
     whose rank sum is at least as far from the middle. Margins of zero are left out (as Wilcoxon did); equal ones share
     their mean rank, for which SciPy's exact method has no distribution. Without a margin that is not zero: 1."""
+    from scipy.stats import rankdata  # here: it takes most of a second, and every command imports this file
+
     known = np.array([margin for margin in margins if margin != 0])
     ranks = np.rint(2 * rankdata(np.abs(known))).astype(int)  # twice: a shared rank may end in ½
     ways = np.ones(1)  # by rank sum: how many choices of positive margins give it

@@ -103,11 +103,21 @@ class CTranHead(Head):
         layers: int = option(3, "encoder layers of C-Tran", ge=1)
         heads: int = option(4, "heads of its attention", ge=1)
         dropout: float = option(0.1, "dropout in its layers", ge=0, lt=1)
+        inducing: Annotated[int, Field(ge=1)] | None = option(
+            None, "labels see each other through so many tokens, for thousands of labels; none: directly (the paper)"
+        )
 
     def build(self, backbone: Backbone) -> CTran:
-        option = self.options
+        option, classes = self.options, len(self.task.classes)
+        if option.inducing is not None and option.inducing >= classes:
+            raise ConfigError(
+                f"{option.inducing} inducing tokens (inducing) for {classes} labels: that many would cost more than "
+                f"labels that see each other. Use fewer than {classes}, or leave it out."
+            )
         embeddings = self.embeddings(backbone.width)
-        return CTran(backbone, len(self.task.classes), embeddings, option.layers, option.heads, option.dropout)
+        return CTran(
+            backbone, classes, embeddings, option.layers, option.heads, option.dropout, inducing=option.inducing
+        )
 
     def embeddings(self, width: int) -> LabelEmbeddings | None:
         """Fixed embeddings of labels and states, or None: they are learned."""

@@ -2,6 +2,10 @@
 
 A label token is the label's embedding plus that of its state: unknown (zero), negative or positive. So the model
 predicts labels from the image and from whatever other labels are known.
+
+Every token sees all S + C of them: C² of the work is labels that see labels. With m inducing tokens (as in the Set
+Transformer, Lee et al., 2019) it grows with C: in each layer they read the labels' tokens, and then everybody sees the
+image's and them. They are learned, and tokens of the encoder like all others, with the same weights in its layers.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ class CTran(Network):
 
     labels: Tensor
     states: Tensor
+    inducing: Tensor | None
 
     def __init__(
         self,
@@ -61,6 +66,7 @@ class CTran(Network):
         layers: int = 3,
         heads: int = 4,
         dropout: float = 0.1,
+        inducing: int | None = None,
     ) -> None:
         super().__init__(backbone)
         width = backbone.width
@@ -74,20 +80,35 @@ class CTran(Network):
                 self.register_parameter(name, nn.Parameter(_uniform(width, count, width)))
             else:
                 self.register_buffer(name, given, persistent=False)
+        # drawn last, so that everything else starts as without them
+        self.inducing = None if inducing is None else nn.Parameter(_uniform(width, inducing, width))
 
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         """The labels' tokens (batch, classes, width) as they come out. `states` None: all unknown."""
-        tokens = self._before_last(self.tokens(images), states)
-        labels: Tensor = self.layers[-1](tokens[:, -len(self.labels) :], tokens)  # nobody asks for the image's any more
-        return labels
+        labels, seen = self._last(self.tokens(images), states)
+        found: Tensor = self.layers[-1](labels, seen)  # nobody asks for the image's tokens any more
+        return found
 
-    def _before_last(self, image_map: Tensor, states: Tensor | None) -> Tensor:
-        """The image's and the labels' tokens (batch, S + classes, width) as the last layer sees them."""
+    def _last(self, image_map: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the last layer has to do with: the labels' tokens (batch, classes, width), and what they see: first the
+        image's tokens (batch, S, width), then the labels' or the inducing ones."""
         image_tokens = image_map.flatten(2).transpose(1, 2)
         tokens: Tensor = self.norm(torch.cat([image_tokens, self.label_tokens(states, image_map.shape[0])], dim=1))
+        inducing = None if self.inducing is None else self.norm(self.inducing)
         for layer in self.layers[:-1]:
-            tokens = layer(tokens, tokens)
-        return tokens
+            seen, inducing = self._seen(layer, tokens, inducing)
+            tokens = layer(tokens, seen)
+        seen, _ = self._seen(self.layers[-1], tokens, inducing)
+        return tokens[:, -len(self.labels) :], seen
+
+    def _seen(self, layer: nn.Module, tokens: Tensor, inducing: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What all `tokens` see in a layer: each other; or the image's and the inducing tokens, which read the labels
+        first."""
+        if inducing is None:
+            return tokens, None
+        classes = len(self.labels)
+        inducing = layer(inducing, tokens[:, -classes:])
+        return torch.cat([tokens[:, :-classes], inducing], dim=1), inducing
 
     def logits(self, features: Tensor) -> Tensor:
         return per_label(features, self.weight, self.bias)
@@ -104,13 +125,13 @@ class CTran(Network):
 
     def class_maps(self, images: Tensor) -> Tensor:
         """Where each label's token looks in the image, in the last layer and with nothing known of the labels. What a
-        map lacks of 1 goes to the labels' tokens."""
+        map lacks of 1 goes to the labels' tokens, or to the inducing ones."""
         image_map = self.tokens(images)
-        tokens, classes = self._before_last(image_map, None), len(self.labels)
+        labels, seen = self._last(image_map, None)
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
-        weights = last.attention.weights(tokens[:, -classes:], tokens)
-        return weights[..., :-classes].unflatten(-1, image_map.shape[2:])
+        weights = last.attention.weights(labels, seen)
+        return weights[..., : image_map.shape[2:].numel()].unflatten(-1, image_map.shape[2:])
 
 
 def _uniform(width: int, *shape: int) -> Tensor:

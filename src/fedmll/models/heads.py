@@ -9,11 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fedmll.errors import ConfigError
 from fedmll.models.backbones import Backbone
 from fedmll.models.network import CLASSIFIER_ROWS, Network
 from fedmll.seeding import numpy_generator
+
+KEPT_WEIGHTS = 2**25  # of attention, in a batch, that are kept for the gradients: 128 MB, some three times a layer
 
 
 def orthonormal(rows: int, columns: int, seed: int, purpose: str) -> np.ndarray:
@@ -83,7 +86,7 @@ class Attention(nn.Module):
         key, value = map(self._split, self.key_value(tokens).chunk(2, dim=-1))
         query = self._queries(queries, tokens.shape[0])  # len() would be a constant where it is exported
         if self.training and self.dropout > 0:
-            read = dropout(_weights(query, key), self.dropout) @ value
+            read = _read_with_dropout(query, key, value, self.dropout)
         else:
             read = F.scaled_dot_product_attention(query, key, value)
         mixed: Tensor = self.out(read.transpose(1, 2).flatten(2))
@@ -106,6 +109,19 @@ class Attention(nn.Module):
 def _weights(query: Tensor, key: Tensor) -> Tensor:
     """softmax(q kᵀ / √d)."""
     return torch.softmax(query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2), dim=-1)
+
+
+def _read_with_dropout(query: Tensor, key: Tensor, value: Tensor, p: float) -> Tensor:
+    """dropout(softmax(q kᵀ / √d)) v (batch, heads, Q, width / heads). Matrices that are too large to be kept for the
+    gradients are made sample after sample, and once more for the gradients, with the same random numbers."""
+
+    def read(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return dropout(_weights(query, key), p) @ value
+
+    if query.shape[:-1].numel() * key.shape[-2] <= KEPT_WEIGHTS:
+        return read(query, key, value)
+    samples = zip(query.split(1), key.split(1), value.split(1), strict=True)
+    return torch.cat([checkpoint(read, *sample, use_reentrant=False) for sample in samples])
 
 
 def dropout(x: Tensor, p: float) -> Tensor:

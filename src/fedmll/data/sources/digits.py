@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
+from numpy.typing import NDArray
 
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images.decode import resized
@@ -14,13 +18,25 @@ CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 
 def load(request: Request) -> Splits:
-    from sklearn.datasets import load_digits  # here: it takes a second
-
-    digits = load_digits()
-    images = np.minimum(digits.images * 16, 255).astype(np.uint8)[:, None]  # 17 grey levels, 0 to 16
+    pixels, digits = read()
+    images = np.minimum(pixels * 16, 255).astype(np.uint8).reshape(-1, 1, 8, 8)  # 17 grey levels, 0 to 16
     store = resized(images, request.size, request.progress)
-    labels = one_hot(digits.target, len(CLASSES), "digits")
-    return splits_of(Dataset(store, labels, CLASSES), None, "digits")
+    return splits_of(Dataset(store, one_hot(digits, len(CLASSES), "digits"), CLASSES), None, "digits")
+
+
+def read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Pixels (N, 64) and digits. Read from scikit-learn's own file: to import it takes more than a second, which every
+    first look at this program would wait for."""
+    package = find_spec("sklearn")
+    assert package is not None and package.origin is not None
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if not file.is_file():
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        return found.data, found.target
+    table = np.loadtxt(file, delimiter=",")
+    return table[:, :-1], table[:, -1].astype(np.int64)
 
 
 register("source", "digits")(

@@ -1,0 +1,52 @@
+"""What `fedmll run` does not import on its way to the first step: libraries that take seconds, for work that comes
+later or never. `python benchmarks/startup.py` measures the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+# Commands and what they stand on as `fedmll run` imports them, then data, partition, model and the server's state.
+WAY = """
+import json, sys, tempfile
+from pathlib import Path
+import fedmll.cli.main
+from fedmll.testing import experiment
+made = experiment()
+from fedmll.cli import display
+from fedmll.running import loop, tracking
+from fedmll.data import federation
+engine = loop.LocalEngine(federation.build(made), Path(tempfile.mkdtemp()))
+engine.start()
+print(json.dumps(sorted(sys.modules)))
+"""
+SLOW = {
+    "torch._dynamo": "two seconds, with sympy, pandas and scikit-learn",
+    "sympy": "",
+    "sklearn": "a second; the embedded digits are read from its file",
+    "pandas": "",
+    "scipy.stats": "most of a second; only comparisons use it",
+    "scipy.optimize": "",
+    "matplotlib": "only pictures",
+    "jinja2": "only the report",
+    "flwr": "only real federations",
+    "cryptography": "",
+    "transformers": "only text encoders",
+    "mlflow": "only where it is asked for",
+    "tensorboard": "",
+    "pydicom": "only DICOM files",
+    "onnx": "only exports",
+}
+
+
+def test_the_way_to_the_first_step_imports_nothing_slow() -> None:
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    said = subprocess.run([sys.executable, "-c", WAY], env=environment, check=True, capture_output=True, text=True)
+    loaded = set(json.loads(said.stdout))
+    assert {"torch", "numpy", "fedmll.running.loop", "fedmll.methods.fedharmony"} <= loaded
+    assert sorted(loaded & set(SLOW)) == []
