@@ -1,6 +1,6 @@
 """Data of FLAIR's shape (51,414 users, 429,078 tiny images, 17 and 1,628 labels), and what it costs to open it.
 
-    python benchmarks/flair_shaped.py FOLDER                  write it (some minutes: a file an image), unless it is there
+    python benchmarks/flair_shaped.py FOLDER                  write it (minutes: a file an image), unless it is there
     python benchmarks/flair_shaped.py FOLDER --open fine      open it in this process: seconds, memory, a round's images
     python benchmarks/flair_shaped.py FOLDER --layout users   the same in one HDF5 file, as ml-flair writes it by user
     python benchmarks/flair_shaped.py FOLDER --layout pfl     … or as pfl-research does

@@ -150,7 +150,16 @@ def no_folder(root: Path) -> str:
     return "small_images"
 
 
-@pytest.mark.parametrize("broken", [broken_entry, cut_metadata, image_gone, no_folder], ids=lambda b: b.__name__)
+def empty_folder(root: Path) -> str:
+    for place in (root / "small_images").iterdir():
+        place.unlink()
+    return "5 of 5 images are not in small_images/"
+
+
+BROKEN = (broken_entry, cut_metadata, image_gone, no_folder, empty_folder)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_what_is_broken_is_said(tmp_path: Path, broken: Any) -> None:
     raw(tmp_path)
     said = broken(tmp_path)

@@ -164,7 +164,8 @@ def _alphabetical(numbers: dict[str, int]) -> tuple[NDArray[np.bytes_], NDArray[
 def _from_json(root: Path, problems: Problems) -> Listing:
     listing = Listing()
     folder = root / IMAGES
-    there = {entry.name for entry in os.scandir(folder)} if pieces(problems, folder) else set()
+    is_there = pieces(problems, folder)
+    there = {entry.name for entry in os.scandir(folder)} if is_there else set()
     missing, wrong = [], []
     try:
         for number, entry in enumerate(_entries(root / METADATA), 1):
@@ -183,7 +184,7 @@ def _from_json(root: Path, problems: Problems) -> Listing:
             f"{len(wrong)} entries of '{METADATA}' are not {{user_id, image_id, labels, fine_grained_labels, "
             f"partition}}: {some(wrong)}."
         )
-    if missing and there:
+    if missing and is_there:
         problems.add(f"{len(missing)} of {len(listing.images)} images are not in {IMAGES}/: {some(missing)}.")
     elif not listing.images and not problems.found:
         problems.add(f"'{METADATA}' lists no images.")
