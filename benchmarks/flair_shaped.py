@@ -1,10 +1,16 @@
 """Data of FLAIR's shape (51,414 users, 429,078 tiny images, 17 and 1,628 labels), and what it costs to open it.
 
-    python benchmarks/flair_shaped.py FOLDER             write it (some minutes: a file an image) unless it is there
-    python benchmarks/flair_shaped.py FOLDER --open fine     open it in this process: seconds, memory, a round's images
+    python benchmarks/flair_shaped.py FOLDER                  write it (minutes: a file an image), unless it is there
+    python benchmarks/flair_shaped.py FOLDER --open fine      open it in this process: seconds, memory, a round's images
+    python benchmarks/flair_shaped.py FOLDER --layout users   the same in one HDF5 file, as ml-flair writes it by user
+    python benchmarks/flair_shaped.py FOLDER --layout pfl     … or as pfl-research does
+    python benchmarks/flair_shaped.py --partition             a Dirichlet partition over as many clients; also with
+                                                              --presence 0.5, --combinations 100000
 
-The sizes of users follow a power law with FLAIR's mean of 8.3 images (its own sizes are in its metadata alone); the
-split divides users 8 : 1 : 1.
+What is published of FLAIR's users (github.com/apple/ml-flair, README and explore_labels.ipynb): 41,131, 5,141 and 5,142
+train, validate and test. Images a user: mean 8.35, std 51.3, quartiles 1, 2 and 5, at most 4,151; an image has 2.79
+coarse and 4.61 fine labels. The sizes here have this mean, these quartiles and this maximum exactly, and std 47:
+between the largest user and the upper quartile log(size) is a parabola of log(rank), bent so that the total is right.
 """
 
 from __future__ import annotations
@@ -16,25 +22,61 @@ import os
 import resource
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 USERS, IMAGES, COARSE, FINE = 51_414, 429_078, 17, 1_628
+SHARES = {"train": 41_131 / USERS, "val": 5_141 / USERS, "test": 5_142 / USERS}
+QUARTILES, LARGEST = (5, 2, 1), 4_151  # images a user, from above
 KINDS = 24  # different images; the others are links to them: a file system's links to one file are limited
 LINKS = 30_000
+SIDE = 8  # pixels
 
 
-def sizes(users: int, images: int) -> np.ndarray:
-    """Images of each user: most have a few, some have hundreds."""
-    weight = (1 + np.arange(users)) ** -0.55
-    counts = 1 + np.floor(weight / weight.sum() * (images - users)).astype(int)
-    counts[: images - counts.sum()] += 1
+class Photo(NamedTuple):
+    image: str
+    coarse: list[str]
+    fine: list[str]
+
+
+def sizes(users: int = USERS, images: int = IMAGES) -> np.ndarray:
+    """Images of each user, the largest first."""
+    rank = np.log((np.arange(users) + 0.5) / users)
+    known = np.log([0.5 / users, 0.25, 0.5, 0.75])
+    straight = np.interp(rank, known, np.log([LARGEST * images / IMAGES, *QUARTILES]))
+    place = np.clip((rank - known[0]) / (known[1] - known[0]), 0, 1)
+    low, high = 0.0, 20.0
+    for _ in range(50):  # the bend that gives the total
+        bend = (low + high) / 2
+        counts = np.maximum(1, np.round(np.exp(straight + bend * place * (1 - place)))).astype(int)
+        low, high = (bend, high) if counts.sum() < images else (low, bend)
+    counts[1 : 1 + abs(images - counts.sum())] += np.sign(images - counts.sum())
     return counts
 
 
+def users_of(users: int, images: int) -> Iterator[tuple[str, str, list[Photo]]]:
+    """Name, part and photographs of every user, in an order that has nothing to do with their sizes."""
+    rng = np.random.default_rng(0)
+    counts = rng.permutation(sizes(users, images))
+    ends = np.round(np.cumsum(list(SHARES.values())) * users)
+    parts = rng.permutation(np.searchsorted(ends, np.arange(users), side="right"))
+    number = 0
+    for user, (count, part) in enumerate(zip(counts.tolist(), parts.tolist(), strict=True)):
+        photos = []
+        for _ in range(count):
+            drawn = (FINE * rng.random(1 + rng.poisson(3.63)) ** 3).astype(int)
+            coarse = sorted({f"coarse_{label % COARSE:02d}" for label in drawn[:3]})
+            photos.append(Photo(f"{14 * 10**9 + 97 * number:011d}", coarse, sorted({f"fine_{c:04d}" for c in drawn})))
+            number += 1
+        yield f"{user:08d}@N00", list(SHARES)[part], photos
+
+
 def write(folder: Path, users: int = USERS, images: int = IMAGES) -> None:
+    """labels_and_metadata.json and small_images/."""
     rng = np.random.default_rng(0)
     (folder / "small_images").mkdir(parents=True)
     kinds = []
@@ -45,43 +87,64 @@ def write(folder: Path, users: int = USERS, images: int = IMAGES) -> None:
         kinds[-1].write_bytes(stream.getvalue())
     number = 0
     with (folder / "labels_and_metadata.json").open("w") as file:
-        for user, count in enumerate(sizes(users, images).tolist()):
-            part = "train" if user % 10 < 8 else ("val" if user % 10 == 8 else "test")
-            fine = np.unique((FINE * rng.random((count, 5)) ** 3).astype(int), axis=1)
-            for row in fine.tolist():
-                image = f"{number:032x}"
+        for user, part, photos in users_of(users, images):
+            for image, coarse, fine in photos:
                 os.link(kinds[number % len(kinds)], folder / "small_images" / f"{image}.jpg")
-                entry = {
-                    "user_id": f"{user:08d}@N00",
-                    "image_id": image,
-                    "partition": part,
-                    "labels": sorted({f"coarse_{label % COARSE:02d}" for label in row}),
-                    "fine_grained_labels": sorted({f"fine_{label:04d}" for label in row}),
-                }
+                entry = {"user_id": user, "image_id": image, "labels": coarse, "partition": part}
+                entry["fine_grained_labels"] = fine
                 file.write(("[\n" if number == 0 else ",\n") + json.dumps(entry))
                 number += 1
         file.write("]\n")
 
 
-def opened(folder: Path, kind: str) -> None:
+def write_hdf5(file: Path, sparse: bool, users: int = USERS, images: int = IMAGES) -> None:
+    import h5py
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    names = {
+        "label": [f"coarse_{place:02d}" for place in range(COARSE)],
+        "fine_grained_label": [f"fine_{place:04d}" for place in range(FINE)],
+    }
+    places = {kind: {name: place for place, name in enumerate(known)} for kind, known in names.items()}
+    with h5py.File(file, "w", libver="latest") as archive:
+        for user, part, photos in users_of(users, images):
+            group = archive.create_group(f"{part}/{user}")
+            group["images"] = np.full((len(photos), SIDE, SIDE, 3), len(photos) % 256, dtype=np.uint8)
+            group["image_ids"] = [photo.image.encode() for photo in photos]
+            for kind, listed in (
+                ("label", [p.coarse for p in photos]),
+                ("fine_grained_label", [p.fine for p in photos]),
+            ):
+                if sparse:
+                    pairs = [(row, places[kind][name]) for row, shown in enumerate(listed) for name in shown]
+                    group[f"{kind}s_row"], group[f"{kind}s_col"] = np.array(pairs, dtype=np.uint16).T
+                else:
+                    group[f"{kind}s"] = ["|".join(shown).encode() for shown in listed]
+        for kind, known in places.items() if sparse else ():
+            archive[f"metadata/{kind}_mapping"] = json.dumps(known)
+
+
+def opened(root: Path, kind: str) -> None:
     from fedmll.data import participation
-    from fedmll.data.images import lazy
+    from fedmll.data.images.lazy import LazyImages
     from fedmll.data.sources import load
 
     before, begin = time.process_time(), time.perf_counter()
-    splits = load(f"flair:{kind}", folder)
+    splits = load(f"flair:{kind}", root)
     took, wall = time.process_time() - before, time.perf_counter() - begin
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"flair:{kind}: {len(splits.train):,} training images, {len(splits.train.classes):,} labels")
     print(f"opened in {took:.1f} s of CPU ({wall:.1f} s), {memory:.0f} MB at most")
-    read: list[str] = []
-    decode = lazy.decode_image
+    read: list[int] = []
+    store: Any = splits.train.store
+    assert isinstance(store, LazyImages)
+    one = store.read
 
-    def counted(file: Path, shape: tuple[int, ...]) -> np.ndarray:
-        read.append(str(file))
-        return decode(file, shape)
+    def counted(row: int) -> Any:
+        read.append(row)
+        return one(row)
 
-    lazy.decode_image = counted  # type: ignore[assignment]
+    store.read = counted
     groups = splits.train.groups
     assert groups is not None
     starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
@@ -90,18 +153,43 @@ def opened(folder: Path, kind: str) -> None:
     begin = time.process_time()
     for user in chosen:
         splits.train.subset(np.arange(starts[user], starts[user] + counts[user])).samples(slice(None))
-    lazy.decode_image = decode
-    print(f"a round of 50 of {len(starts):,} users: {counts[chosen].sum():,} images, {len(read):,} files read, "
+    store.read = one
+    print(f"a round of 50 of {len(starts):,} users: {counts[chosen].sum():,} images, {len(read):,} images read, "
           f"{time.process_time() - begin:.1f} s")  # fmt: skip
+
+
+def divided(presence: float, combinations: int) -> None:
+    """As many images as FLAIR's, with about 2.5 of 17 labels in so many combinations, dealt to as many clients."""
+    from fedmll.data.partition import partition
+
+    rng = np.random.default_rng(0)
+    known = (rng.random((combinations, COARSE)) < 0.15).astype(np.int8)
+    labels = known[rng.integers(0, combinations, IMAGES)]
+    before = time.process_time()
+    found = partition(labels, "dirichlet", USERS, 0, beta=0.5, presence=presence, minimum=3)
+    took = time.process_time() - before
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{IMAGES:,} images, {len(np.unique(labels, axis=0)):,} combinations of {COARSE} labels, {USERS:,} clients, "
+          f"presence {presence:g}: {took:.1f} s of CPU, {memory:.0f} MB at most; {found.report}")  # fmt: skip
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--layout", choices=("raw", "users", "pfl"), default="raw")
     parser.add_argument("--open", choices=("coarse", "fine"))
+    parser.add_argument("--partition", action="store_true")
+    parser.add_argument("--combinations", type=int, default=2000)
+    parser.add_argument("--presence", type=float, default=1.0)
     given = parser.parse_args()
-    if not (given.folder / "labels_and_metadata.json").is_file():
-        write(given.folder)
-    if given.open:
-        os.environ.setdefault("FEDMLL_CACHE", str(Path(tempfile.gettempdir()) / "fedmll-flair-shaped"))
-        opened(given.folder, given.open)
+    if given.partition:
+        divided(given.presence, given.combinations)
+    if given.folder is not None:
+        root = given.folder if given.layout == "raw" else given.folder / given.layout / "flair.hdf5"
+        if given.layout == "raw" and not (root / "labels_and_metadata.json").is_file():
+            write(root)
+        elif given.layout != "raw" and not root.is_file():
+            write_hdf5(root, given.layout == "pfl")
+        if given.open:
+            os.environ.setdefault("FEDMLL_CACHE", str(Path(tempfile.gettempdir()) / "fedmll-flair-shaped"))
+            opened(root, given.open)

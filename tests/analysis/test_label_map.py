@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from rich.console import Console
 
-from fedmll.analysis.label_map import draw, label_map, table
+from fedmll.analysis.label_map import PICTURE_LIMIT, draw, label_map, table
 
 LABELS = np.array([[1, 0, -1], [1, 1, -1], [0, 1, 0], [1, -1, 1]], dtype=np.int8)
 CLIENTS = (np.array([0, 1]), np.array([2, 3]))
@@ -46,6 +46,20 @@ def test_withheld_classes_are_unknown_and_not_positive() -> None:
 
 def test_counts_are_not_limited_by_the_type_of_the_targets() -> None:
     assert label_map(np.ones((300, 1), dtype=np.int8), [np.arange(300)]).positives.tolist() == [[300]]
+
+
+def test_of_many_clients_only_what_is_shown_is_kept_and_all_are_counted(tmp_path: Path) -> None:
+    """A row a client of 51,414 clients and 1,628 classes would be a gigabyte."""
+    labels = np.ones((250, 2), dtype=np.int8)
+    labels[240, 0] = -1
+    result = label_map(labels, np.array_split(np.arange(250), 250))
+    assert result.positives.shape == result.unknown.shape == result.known.shape == (PICTURE_LIMIT, 2)
+    assert len(result.sizes) == 250 and result.totals.tolist() == [249, 250]
+    names = [f"c{client:03d}" for client in range(250)]
+    draw(tmp_path / "map.png", result.positives, names, ["a", "b"], result.known)
+    stream = io.StringIO()
+    Console(width=200, file=stream).print(table(result, names, ["a", "b"]))
+    assert "the first 30 of 250 clients" in stream.getvalue()
 
 
 def test_the_table_says_all() -> None:

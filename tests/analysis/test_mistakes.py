@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from fedmll.analysis.mistakes import Mistake, draw, mistakes
+from fedmll.analysis import mistakes as analysis
+from fedmll.analysis.mistakes import Mistake, draw, images_of, mistakes
+from fedmll.data.dataset import Dataset
+from fedmll.data.images.lazy import LazyImages
 from fedmll.errors import ConfigError
 from fedmll.running.predictions import Predictions
+
+if TYPE_CHECKING:
+    from fedmll.running.saved import SavedRun
 
 SCORES = np.array([[0.75, 0.2], [0.25, 0.7], [0.6, 0.5], [0.99, 0.4], [0.05, 0.9]], np.float32)
 TARGETS = np.array([[0, 0], [1, 0], [0, 1], [-1, 1], [0, 1]], np.int8)
@@ -43,3 +50,18 @@ def test_the_sheet_shows_the_images_that_are_named(tmp_path: Path) -> None:
     draw(tmp_path / "colour.png", KEPT, mistakes(KEPT, 2), colours)
     with pytest.raises(ConfigError, match="no mistakes"):
         draw(tmp_path / "none.png", kept, {"a": []}, store)
+
+
+def test_only_the_images_on_the_sheet_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of FLAIR all 43,960 test images would be decoded for a dozen."""
+    read: list[int] = []
+
+    def image(row: int) -> np.ndarray:
+        read.append(row)
+        return np.zeros((6, 6, 3), np.uint8)
+
+    store: Any = LazyImages("key", (1000, 3, 6, 6), image)
+    test = Dataset(store, np.zeros((1000, 2), np.int8), ("a", "b"))
+    monkeypatch.setattr(analysis, "data_of", lambda run, progress: test)
+    draw(tmp_path / "sheet.png", KEPT, mistakes(KEPT, 1), images_of(cast("SavedRun", None)))
+    assert read == [4, 3]  # the rows of samples 0 and 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
+from conftest import SHARED_DATA
 from typer.testing import CliRunner
 
 from fedmll.cli.main import app
 from fedmll.cli.options import Asked
 from fedmll.cli.presets import names, preset, rows_of
-from fedmll.errors import ConfigError
+from fedmll.data import federation
+from fedmll.errors import ConfigError, DataError
 from fedmll.experiment import Experiment
 from fedmll.running.variants import parse_variant
 
@@ -26,6 +29,15 @@ def test_every_table_has_a_preset() -> None:
     assert names() == [f"{paper}/{table}" for paper, tables in TABLES.items() for table in tables.split()]
 
 
+def test_every_published_table_has_a_preset() -> None:
+    file = SHARED_DATA.parent / "papers" / "published.csv"
+    if not file.is_file():
+        pytest.skip(f"{file} is not here: the published figures are for development only")
+    with file.open(newline="") as stream:
+        published = {f"{row['paper']}/{row['table']}" for row in csv.DictReader(stream)}
+    assert published == set(names())
+
+
 @pytest.mark.parametrize("variant", ["", "/small"])
 @pytest.mark.parametrize("name", names())
 def test_every_preset_and_every_row_of_its_table_is_accepted(name: str, variant: str) -> None:
@@ -36,6 +48,20 @@ def test_every_preset_and_every_row_of_its_table_is_accepted(name: str, variant:
     if variant:
         assert found.model.freeze == "backbone" and found.training.rounds <= 16
         assert found.data.source in ("packed", "cifar10")
+
+
+@pytest.mark.parametrize("variant", ["", "/small"])
+def test_a_preset_without_its_data_says_what_is_missing(tmp_path: Path, variant: str) -> None:
+    sources = set()
+    for name in names():
+        found = Asked(Path(f"preset:{name}{variant}"), {"data.root": str(tmp_path)}, None, None).experiment()
+        if found.data.name in sources:
+            continue
+        sources.add(found.data.name)
+        with pytest.raises(DataError, match=r"not found|does not exist") as error:
+            federation.build(found)
+        assert str(tmp_path) in str(error.value)
+    assert len(sources) == (4 if variant else 10)
 
 
 def test_a_preset_is_its_papers_setting() -> None:

@@ -16,12 +16,14 @@ from official import shade
 from PIL import Image
 from test_official import numbers_of, told
 
-from fedmll.data import federation
+import fedmll
+from fedmll.data import federation, participation
 from fedmll.data.dataset import Dataset
 from fedmll.data.images import lazy
 from fedmll.data.sources import load
 from fedmll.errors import DataError
 from fedmll.experiment import Experiment
+from fedmll.testing import experiment
 
 # image id → user, partition, coarse labels, fine labels; the number of an image is its place here
 IMAGES = {
@@ -148,7 +150,16 @@ def no_folder(root: Path) -> str:
     return "small_images"
 
 
-@pytest.mark.parametrize("broken", [broken_entry, cut_metadata, image_gone, no_folder], ids=lambda b: b.__name__)
+def empty_folder(root: Path) -> str:
+    for place in (root / "small_images").iterdir():
+        place.unlink()
+    return "5 of 5 images are not in small_images/"
+
+
+BROKEN = (broken_entry, cut_metadata, image_gone, no_folder, empty_folder)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_what_is_broken_is_said(tmp_path: Path, broken: Any) -> None:
     raw(tmp_path)
     said = broken(tmp_path)
@@ -188,24 +199,60 @@ def test_broken_hdf5_files_are_explained(tmp_path: Path) -> None:
         load("flair:coarse", tmp_path)
 
 
-def test_data_of_flairs_shape_is_written_as_flair_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The script that measures the opening of 429,078 images, on fewer."""
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """What measures the opening of 429,078 images."""
     path = Path(__file__).parents[2] / "benchmarks" / "flair_shaped.py"
     spec = importlib.util.spec_from_file_location("flair_shaped", path)
     assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    sizes = script.sizes(script.USERS, script.IMAGES)
-    assert (len(sizes), sizes.sum()) == (51_414, 429_078) and sizes.min() >= 1 and sizes.max() > 100 * sizes.min()
-    script.write(tmp_path / "made", users=70, images=600)
-    splits = load("flair:coarse", tmp_path / "made")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_made_users_have_the_published_sizes(script: Any) -> None:
+    """ml-flair's explore_labels.ipynb: mean 8.345548, std 51.3, quartiles 1, 2, 5, at most 4,151."""
+    sizes = script.sizes()
+    assert (len(sizes), sizes.sum(), sizes.min(), sizes.max()) == (51_414, 429_078, 1, 4_151)
+    assert np.percentile(sizes, [25, 50, 75]).tolist() == [1, 2, 5]
+    assert abs(sizes.std() - 51.3) < 5
+
+
+@pytest.mark.parametrize("layout", ["raw", "users", "pfl"])
+def test_data_of_flairs_shape_is_written_as_flair_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: Any, layout: str
+) -> None:
+    root = tmp_path / "made"
+    if layout == "raw":
+        script.write(root, users=70, images=600)
+    else:
+        pytest.importorskip("h5py", reason="h5py is not installed (fedmll[hdf5])")
+        script.write_hdf5(root / "flair.hdf5", layout == "pfl", users=70, images=600)
+    splits = load("flair:coarse", root)
     assert splits.validation is not None and splits.train.groups is not None and splits.test.groups is not None
     assert len(splits.train) + len(splits.validation) + len(splits.test) == 600
     assert len(set(splits.train.groups)) == 56 and not set(splits.train.groups) & set(splits.test.groups)
-    script.opened(tmp_path / "made", "fine")
+    script.opened(root, "fine")
     said = capsys.readouterr().out
-    images = re.search(r"a round of 50 of 56 users: (\S+) images, (\S+) files read", said)
+    images = re.search(r"a round of 50 of 56 users: (\S+) images, (\S+) images read", said)
     assert images is not None and images[1] == images[2]
+
+
+def test_a_round_reads_the_images_of_its_clients_and_no_others(tmp_path: Path, script: Any) -> None:
+    script.write(tmp_path / "made", users=70, images=600)
+    asked = experiment(
+        data__name="flair:coarse", data__root=str(tmp_path / "made"), data__limit=None, partition__clients=None,
+        training__rounds=1, participation__count=5, participation__sampling="size",
+    )  # fmt: skip
+    data = federation.build(asked)
+    read: list[int] = []
+    store: Any = data.train.store
+    one = store.read
+    store.read = lambda row: (read.append(row), one(row))[1]
+    fedmll.run(asked, tmp_path / "run", prepared=data)
+    chosen = participation.choose(data.sizes, 1, asked.seed, count=5, sampling="size")
+    trained = [row for row in read if row < len(data.train)]
+    assert len(chosen) == 5 and sorted(trained) == sorted(np.concatenate([data.samples[k] for k in chosen]).tolist())
 
 
 # The hub's datasets

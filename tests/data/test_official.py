@@ -289,3 +289,8 @@ def test_bad_medmnist_files_say_all_that_is_wrong(tmp_path: Path) -> None:
     np.savez(tmp_path / "dermamnist.npz", train_images=np.zeros((5, 28, 28), np.uint8))
     with pytest.raises(DataError, match="has no array 'train_labels'"):
         load("medmnist:dermamnist", tmp_path)
+    write_medmnist(tmp_path / "dermamnist.npz", True, 1)
+    whole = (tmp_path / "dermamnist.npz").read_bytes()
+    (tmp_path / "dermamnist.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"dermamnist\.npz' is not a readable \.npz"):
+        load("medmnist:dermamnist", tmp_path)

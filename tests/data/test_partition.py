@@ -47,6 +47,11 @@ def voc() -> Labels:
 
 
 @cache
+def voc2012() -> Labels:
+    return read("voc2012_labels.csv.gz", 1)
+
+
+@cache
 def chest() -> Labels:
     return read("chestxray14_labels.csv.gz", 3)
 
@@ -339,6 +344,29 @@ def test_no_finding_is_spread_evenly() -> None:
     counts = np.bincount(owners(result)[~chest().any(axis=1)], minlength=100)
     assert counts.sum() == 60_361  # as published
     assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.01])
+def test_voc2012_is_divided_as_figure_11_of_fednca_ml_says(beta: float) -> None:
+    """γ = 0.5: at most 10 of the 20 classes a client; with so small a β nearly all of a class is at two clients."""
+    result = partition(voc2012(), "dirichlet", 10, 0, beta=beta, presence=0.5, minimum=32)
+    check_restricted(voc2012(), result, 10, "drop", 32)
+    counts = np.array([(voc2012()[rows] == 1).sum(axis=0) for rows in result.clients])
+    assert (counts > 0).sum(axis=1).max() <= 10
+    assert (counts > 0).any(axis=0).all()  # no class is lost
+    assert np.median(np.sort(counts, axis=0)[-2:].sum(axis=0) / counts.sum(axis=0)) > 0.9
+    assert result.report["dropped"] < 0.01 * len(voc2012())
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.1])
+def test_chest_x_rays_are_divided_as_figure_12_of_fednca_ml_says(beta: float) -> None:
+    """γ = 0.5: at most 7 of the 14 findings a client; the healthy images, more than half of all, are spread evenly."""
+    result = partition(chest(), "dirichlet", 10, 0, beta=beta, presence=0.5, minimum=32)
+    check_restricted(chest(), result, 7, "drop", 32)
+    counts = np.array([(chest()[rows] == 1).sum(axis=0) for rows in result.clients])
+    assert (counts > 0).sum(axis=1).max() <= 7 and (counts > 0).any(axis=0).all()
+    healthy = [int((~chest()[rows].any(axis=1)).sum()) for rows in result.clients]
+    assert max(healthy) - min(healthy) <= 1 and sum(healthy) == 60_361
 
 
 def test_frequent_combinations_fit_somewhere() -> None:

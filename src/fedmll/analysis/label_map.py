@@ -29,34 +29,39 @@ POINTS = 72  # in an inch
 
 
 class LabelMap(NamedTuple):
-    positives: NDArray[np.int64]  # (K, C)
-    unknown: NDArray[np.int64]  # (K, C)
+    """K clients, of which the first S can be shown: of FLAIR's users times its labels a gigabyte would be in memory."""
+
+    positives: NDArray[np.int64]  # (S, C)
+    unknown: NDArray[np.int64]  # (S, C)
     sizes: NDArray[np.int64]  # (K,) samples
+    totals: NDArray[np.int64]  # (C,) positives of all clients
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """(K, C) False where a client knows a class of none of its samples."""
-        return self.unknown < self.sizes[:, None]
+        """(S, C) False where a client knows a class of none of its samples."""
+        return self.unknown < self.sizes[: len(self.unknown), None]
 
 
 def label_map(
     labels: NDArray[np.int8], clients: Sequence[NDArray[np.integer]], known: NDArray[np.bool_] | None = None
 ) -> LabelMap:
-    """Count the positive and the unknown targets of every client, class by class.
+    """Count the positive and the unknown targets of the clients, class by class; of many clients only the first.
 
     `known` (K, C) withholds classes from clients, as annotate() says; their targets count as unknown.
     """
-    shape = (len(clients), labels.shape[1])
+    shape = (min(len(clients), PICTURE_LIMIT), labels.shape[1])
     positives, unknown = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+    totals = np.zeros(labels.shape[1], dtype=np.int64)
     for client, positions in enumerate(clients):
         own = labels[positions]
-        positives[client] = np.count_nonzero(own == PRESENT, axis=0)
-        unknown[client] = np.count_nonzero(own == UNKNOWN, axis=0)
+        if known is not None:
+            own = np.where(known[client], own, UNKNOWN)
+        present = np.count_nonzero(own == PRESENT, axis=0)
+        totals += present
+        if client < PICTURE_LIMIT:
+            positives[client], unknown[client] = present, np.count_nonzero(own == UNKNOWN, axis=0)
     sizes = np.array([len(positions) for positions in clients], dtype=np.int64)
-    if known is not None:
-        positives = np.where(known, positives, 0)
-        unknown = np.where(known, unknown, sizes[:, None])
-    return LabelMap(positives, unknown, sizes)
+    return LabelMap(positives, unknown, sizes, totals)
 
 
 def table(counts: LabelMap, names: Sequence[str], classes: Sequence[str], limit: int = TABLE_LIMIT) -> Table:
@@ -71,8 +76,7 @@ def table(counts: LabelMap, names: Sequence[str], classes: Sequence[str], limit:
         written = [f"{count:,}" if known else WITHHELD for count, known in cells]
         result.add_row(names[client], f"{counts.sizes[client]:,}", *written)
     result.add_section()
-    totals = counts.positives.sum(axis=0)[:columns]
-    result.add_row("all", f"{counts.sizes.sum():,}", *(f"{count:,}" for count in totals), style="bold")
+    result.add_row("all", f"{counts.sizes.sum():,}", *(f"{count:,}" for count in counts.totals[:columns]), style="bold")
     return result
 
 

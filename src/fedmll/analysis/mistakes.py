@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,11 +49,11 @@ def mistakes(kept: Predictions, top: int, thresholds: NDArray[np.floating] | Non
 
 
 def images_of(run: SavedRun, progress: Progress = silent) -> NDArray[np.uint8]:
-    """The store of the run's test data, where it is still what it was."""
+    """The store of the run's test data, where it is still what it was; it may read an image when it is asked for it."""
     test = data_of(run, progress)
     if not test.is_images:
         raise ConfigError("The run's samples are feature vectors: there is nothing to see.")
-    return np.asarray(test.store)
+    return cast("NDArray[np.uint8]", test.store)
 
 
 def draw(path: Path, kept: Predictions, found: dict[str, list[Mistake]], store: NDArray[np.uint8]) -> None:

@@ -166,7 +166,8 @@ def by_owner(owner: NDArray[np.int64], clients: int) -> list[NDArray[np.int64]]:
     """The positions that each client owns, ascending."""
     kept = np.flatnonzero(owner != NOBODY)
     grouped = kept[np.argsort(owner[kept], kind="stable")]
-    return np.split(grouped, np.cumsum(np.bincount(owner[kept], minlength=clients))[:-1])
+    ends = [0, *np.cumsum(np.bincount(owner[kept], minlength=clients)).tolist()]
+    return [grouped[begin:end] for begin, end in pairwise(ends)]
 
 
 def hand_out(
@@ -181,14 +182,14 @@ def hand_out(
     start = rng.random(len(counts))
     owner = np.empty(samples, dtype=np.int64)
     misses = np.empty(len(counts), dtype=np.int64)
-    has, share = np.ascontiguousarray(allowed.T).view(np.uint8), np.ascontiguousarray(log_share.T)
+    has = np.ascontiguousarray(allowed.T).view(np.uint8)
     for combination, hand in enumerate(hands):
         members = combinations.members(combination)
         found = _sum_of(has, members)
         most = found.max()
         misses[combination] = len(members) - int(most)
         able = np.flatnonzero(found == most)  # the others have weight 0
-        weight = share[members][:, able].sum(axis=0)
+        weight = log_share[able[:, None], members].sum(axis=1)
         upto = np.cumsum(np.exp(weight - weight.max()))
         upto /= upto[-1]
         # Evenly spaced points from a random start: a client gets its proportion to within one sample, and one of

@@ -89,7 +89,7 @@ def locate(weights: str) -> Path:
     if not known.path.is_file():
         raise ConfigError(
             f"model.weights = '{weights}' is not on this machine yet: `fedmll weights get {weights}` downloads it "
-            f"({known.megabytes:g} MB)."
+            f"({known.megabytes:g} MB); or give a file that you have: --set model.weights=FILE."
         )
     return known.path
 

@@ -42,8 +42,9 @@ def write_clients(file: Path, data: Federation) -> None:
         "annotated": data.annotated,
     }
     if len(data.train):
-        counts = [np.count_nonzero(data.train.labels[rows] == PRESENT, axis=0) for rows in data.samples]
-        arrays["positives"] = np.array(counts, np.int32)
+        arrays["positives"] = positives = np.empty((len(data.samples), data.train.labels.shape[1]), np.int32)
+        for client, rows in enumerate(data.samples):
+            positives[client] = np.count_nonzero(data.train.labels[rows] == PRESENT, axis=0)
     with files.replacing(file) as temporary, temporary.open("wb") as opened:
         np.savez_compressed(opened, allow_pickle=False, **arrays)
 

@@ -34,9 +34,7 @@ class Request:
     def file(self) -> Path:
         """The file that the argument names: from the current folder, else from the root."""
         path = Path(self.argument).expanduser()
-        if not path.exists() and self.root is not None and (self.root / path).exists():
-            return self.root / path
-        return path
+        return path if self.root is None or path.exists() else self.root / path
 
 
 @dataclass(frozen=True)

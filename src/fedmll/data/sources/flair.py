@@ -145,8 +145,8 @@ def _sorted(listing: Listing) -> Index:
     names, pairs = {}, {}
     for kind in KINDS:
         names[kind], column = _alphabetical(listing.names[kind])
-        rows, columns = np.array(listing.rows[kind], np.int32), np.array(listing.columns[kind], np.int32)
-        found = np.stack([place[rows], column[columns]])
+        rows = np.repeat(place, np.array(listing.counts[kind], dtype=np.int32))
+        found = np.stack([rows, column[np.array(listing.columns[kind], dtype=np.int32)]])
         pairs[kind] = found[:, np.argsort(found[0], kind="stable")]
     return Index(
         images[order], users, user[order], split[order], names["coarse"], names["fine"], pairs["coarse"], pairs["fine"]
@@ -164,14 +164,14 @@ def _alphabetical(numbers: dict[str, int]) -> tuple[NDArray[np.bytes_], NDArray[
 def _from_json(root: Path, problems: Problems) -> Listing:
     listing = Listing()
     folder = root / IMAGES
-    there = {entry.name for entry in os.scandir(folder)} if pieces(problems, folder) else set()
+    is_there = pieces(problems, folder)
+    there = {entry.name for entry in os.scandir(folder)} if is_there else set()
     missing, wrong = [], []
     try:
         for number, entry in enumerate(_entries(root / METADATA), 1):
             try:
-                labels = {kind: entry[column] for kind, column in KINDS.items()}
-                image = entry["image_id"]
-                listing.add(image, entry["user_id"], PARTITIONS[entry["partition"]], labels)
+                image, split = entry["image_id"], PARTITIONS[entry["partition"]]
+                listing.add(image, entry["user_id"], split, entry["labels"], entry["fine_grained_labels"])
             except (KeyError, TypeError, AttributeError) as error:
                 wrong.append(f"entry {number} ({type(error).__name__}: {error})")
                 continue
@@ -184,7 +184,7 @@ def _from_json(root: Path, problems: Problems) -> Listing:
             f"{len(wrong)} entries of '{METADATA}' are not {{user_id, image_id, labels, fine_grained_labels, "
             f"partition}}: {some(wrong)}."
         )
-    if missing and there:
+    if missing and is_there:
         problems.add(f"{len(missing)} of {len(listing.images)} images are not in {IMAGES}/: {some(missing)}.")
     elif not listing.images and not problems.found:
         problems.add(f"'{METADATA}' lists no images.")
