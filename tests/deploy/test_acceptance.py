@@ -1,7 +1,7 @@
-"""A federation between machines, as near as one machine comes to it: a server and four sites, each in a network
-namespace of its own, TLS with a certificate for the server's address. One site comes late, one's link is cut, one is
-stopped past the deadline, one's disk is full. The run ends, everybody is named, and the weights are those of a
-simulation of what happened.
+"""A federation between machines, as near as one machine comes to it: a server, four sites and one that only validates,
+each in a network namespace of its own, TLS with a certificate for the server's address. One site comes late, one's link
+is cut, one is stopped past the deadline, one's disk is full. The run ends, everybody is named and has the model, and
+the weights are those of a simulation of what happened.
 
 `FEDMLL_CUT_SECONDS=60 pytest tests/deploy/test_acceptance.py -m slow` cuts for a minute; here it is shorter."""
 
@@ -30,6 +30,7 @@ from test_deployment import COMMAND, World, parent_of
 from fedmll.data import federation
 from fedmll.deploy import keys
 from fedmll.deploy.audit import FILE, verify
+from fedmll.deploy.flower.site_app import EVALUATE, MODEL, TRAIN
 from fedmll.engines.local import LocalEngine
 from fedmll.message import Tensors
 
@@ -38,8 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CUT_SECONDS = float(os.environ.get("FEDMLL_CUT_SECONDS", "15"))
 ROUND_SECONDS = 12
 DISK = "4m"
-# what happens to whom; a site that only validates is one more name here, a line in `happen` and one in the checks
-CUT, STOPPED, FULL, LATE = "site-a", "site-b", "site-c", "site-d"
+CUT, STOPPED, FULL, LATE, VALIDATING = "site-a", "site-b", "site-c", "site-d", "test"  # what happens to whom
 NAMES = (CUT, STOPPED, FULL, LATE)
 SETTINGS: dict[str, Any] = {
     "method__name": "test-drifting-slowly",  # its clients remember
@@ -64,7 +64,7 @@ class Network(World):
         ip("-n", hub, "link", "add", "hub", "type", "bridge")
         ip("-n", hub, "addr", "add", f"{self.address}/24", "dev", "hub")
         ip("-n", hub, "link", "set", "hub", "up")
-        for number, name in enumerate(NAMES, 2):
+        for number, name in enumerate((*NAMES, VALIDATING), 2):
             self._space(name)
             ip("-n", hub, "link", "add", name, "type", "veth", "peer", "name", "up0", "netns", self.space(name))
             ip("-n", hub, "link", "set", name, "master", "hub")
@@ -98,7 +98,7 @@ class Network(World):
         file.write_text(self.consortium.server(**changes).to_toml())
         options = ["--clients", ",".join(NAMES), "--listen", f"{self.address}:{self.port}", "--out", self.out]
         options += ["--keys", self.consortium.keys, "--min-clients", "1", "--round-timeout", str(ROUND_SECONDS)]
-        options += ["--join-timeout", "120", *more]
+        options += ["--join-timeout", "120", "--validators", VALIDATING, *more]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RETURN_SECONDS", "1")
             return self.start("server", "server", file, *options, command=self.within("server"))
@@ -108,7 +108,8 @@ class Network(World):
         options = ["--name", name, "--csv", home / name / "labels.csv", "--images", home / "images", "--device", "cpu"]
         options += ["--memory", self.folder / f"memory-{name}", "--patience", "200", "--yes"]
         options += ["--ca", secret / "ca.crt", "--key", secret / f"{name}.key"]
-        return self.start(name, "join", f"{self.address}:{self.port}", *options, command=self.within(name))
+        command, more = ("validate", ()) if name == VALIDATING else ("join", ("--no-report",))
+        return self.start(name, command, f"{self.address}:{self.port}", *options, *more, command=self.within(name))
 
     def audit(self) -> list[dict[str, Any]]:
         path = self.out / FILE
@@ -150,7 +151,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
     if reason is not None:
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sites, "NAMES", NAMES)
+        patch.setattr(sites, "NAMES", (*NAMES, VALIDATING))
         patch.setattr(sites, "SIZES", {**{name: sites.SIZES[name] for name in NAMES[:3]}, LATE: 40, "test": 120})
         consortium = write_consortium(tmp_path / "consortium")
     here = Network(consortium, tmp_path)
@@ -188,7 +189,7 @@ def happen(network: Network) -> subprocess.Popen[bytes]:
     disk = network.small_disk(FULL)
     server = network.serve("--start-with", "3", **SETTINGS)
     network.connect(LATE, False)
-    joined = {name: network.take_part(name) for name in NAMES}
+    joined = {name: network.take_part(name) for name in (*NAMES, VALIDATING)}
     network.until(lambda: network.round() >= 2)
     network.connect(LATE, True)  # it comes in round 2, or a little later: from the next round on it takes part
     filling = fill(disk)
@@ -234,7 +235,7 @@ def replayed(consortium: Consortium, folder: Path, who: dict[int, set[str]]) -> 
 def took_part(audit: list[dict[str, Any]], rounds: int) -> dict[int, set[str]]:
     who: dict[int, set[str]] = {number: set() for number in range(1, rounds + 1)}
     for line in audit:
-        if line["event"] == "reply":
+        if line["event"] == "reply" and line["kind"] == TRAIN:
             who[line["round"]].add(line["client"])
         elif line["event"] == "refused" and "round" in line:
             who[line["round"]].discard(line["client"])
@@ -248,10 +249,10 @@ def test_a_federation_survives_a_bad_day(network: Network) -> None:
         assert network.ended(process, 40) == 0  # everybody was told that the run is over
     audit = network.audit()
     joined = {line["client"]: line for line in audit if line["event"] == "joined"}
-    assert joined.keys() == set(NAMES)
+    assert joined.keys() == {*NAMES, VALIDATING}
     assert joined[LATE]["first_round"] >= 3
     marks = {row[0].removesuffix(".pub"): row[3] for row in keys.listed(network.consortium.keys)}
-    assert {name: line["key"] for name, line in joined.items()} == {name: marks[name] for name in NAMES}
+    assert {name: line["key"] for name, line in joined.items()} == {name: marks[name] for name in joined}
     (full, *_) = [line["text"] for line in audit if line["event"] == "refused" and line["client"] == FULL]
     assert "its disk is full" in full
     said = " ".join(network.said("server").split())
@@ -260,13 +261,22 @@ def test_a_federation_survives_a_bad_day(network: Network) -> None:
     assert f"{FULL} is refused: its disk is full" in said
     assert f"starts without {LATE}; it may come later" in said
     assert "is tried again" not in said
-    for folder in (network.out, *(network.folder / f"memory-{name}" for name in NAMES)):
+    memories = [network.folder / f"memory-{name}" for name in (*NAMES, VALIDATING)]
+    for folder in (network.out, *memories):
         assert verify(folder / FILE).wrong is None
     assert max(row["seconds"] for row in network.rows()) < ROUND_SECONDS + 10  # by its deadline
 
     who = took_part(audit, SETTINGS["training__rounds"])
     assert [len(who[row["round"]]) for row in network.rows()] == [row["clients"] for row in network.rows()]
+    assert {line["kind"] for line in audit if line["event"] == "sent" and line["client"] == VALIDATING} == {
+        EVALUATE,
+        MODEL,
+    }
+    assert json.loads((network.out / "federated.json").read_text())["sites"].keys() == {VALIDATING}
     found = load_file(network.out / "model.safetensors")
+    for folder in memories:
+        mine = load_file(folder / "model.safetensors")
+        assert all(torch.equal(mine[name], tensor) for name, tensor in found.items())
     expected = replayed(network.consortium, network.folder, who)
     for name, tensor in expected.items():
         assert torch.allclose(found[name].float(), tensor.float(), rtol=0, atol=1e-5), name
