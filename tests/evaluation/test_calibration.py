@@ -115,12 +115,14 @@ def test_the_calibration_error_of_calibrated_scores(sample: tuple[np.ndarray, np
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_bound_holds_at_a_bins_very_ends(place: int, end: int) -> None:
     """All samples at one end of one bin, all positive or all negative: nothing is further from a bin's middle."""
-    p = float(np.append(np.append(0, EDGES), 1)[place + end])
+    ends = np.append(np.append(0, EDGES), 1)
+    p = float(ends[place + end])
     for target in (0, 1):
         counts = np.zeros((2, 1, BINS), np.int64)
         counts[1 - target, 0, place] = 7
         found = reliability(counts)
         assert abs(found.error[0] - 100 * abs(p - target)) <= found.bound[0] + 1e-9
+        assert found.bound[0] == pytest.approx(50 * (ends[place + 1] - ends[place]))
 
 
 def test_some_bins_only(sample: tuple[np.ndarray, np.ndarray]) -> None:

@@ -81,6 +81,17 @@ class TestByHand:
         assert cuts.wanted_precision(nothing, 0.9)[0] == cuts.USUAL
         assert cuts.controlled_recall(nothing, 0.9)[0] == -0.5
 
+    def test_what_a_cut_gives(self) -> None:
+        found = cuts.cut_by(HAND, np.array([edge(600) - 1e-9]))  # from 600 on: three of four positives, one negative
+        assert found.cells[:, 0].tolist() == [8, 1, 1, 3]
+        assert cuts.cut_by(HAND, np.array([-0.5])).cells[:, 0].tolist() == [0, 9, 0, 4]
+        assert cuts.cut_by(HAND, np.array([cuts.NEVER])).cells[:, 0].tolist() == [9, 0, 4, 0]
+        half = few({BINS // 2: 3}, {BINS // 2 - 1: 2})
+        assert cuts.cut_by(half, np.array([cuts.USUAL])).cells[:, 0].tolist() == [2, 0, 0, 3]
+
+    def test_a_positive_in_the_lowest_bin_is_one(self) -> None:
+        assert cuts.wanted_precision(few({0: 1}, {}), 0.9)[0] == -0.5
+
     @pytest.mark.parametrize("share", [0.0, 1.0, -0.2, 90.0])
     def test_percent_are_no_shares(self, share: float) -> None:
         for choose in (cuts.wanted_recall, cuts.wanted_precision, cuts.controlled_recall):
