@@ -47,12 +47,14 @@ def test_a_run_is_in_the_servers_audit_and_in_every_sites(consortium: Consortium
     joined = {line["client"]: line for line in found if line["event"] == "joined"}
     assert {name: line["key"] for name, line in joined.items()} == {name: marks[name] for name in NAMES}
     assert (joined["site-c"]["images"], joined["site-c"]["classes"], joined["site-c"]["first_round"]) == (50, 7, 1)
-    replies = [line for line in found if line["event"] == "reply"]
+    handed = [line["client"] for line in found if line["event"] == "reply" and line["kind"] == site_app.MODEL]
+    assert handed == list(NAMES)
+    replies = [line for line in found if line["event"] == "reply" and line["kind"] == site_app.TRAIN]
     assert [(line["round"], line["client"]) for line in replies] == [(r, name) for r in (1, 2) for name in NAMES]
     for number, row in enumerate(result.rows, 1):
         assert sum(line["bytes"] for line in replies if line["round"] == number) == row["bytes_up"]
-        sent = [line["bytes"] for line in found if line["event"] == "sent" and line["round"] == number]
-        assert sum(sent) == row["bytes_down"]
+        sent = [line for line in found if line["event"] == "sent" and line["round"] == number]
+        assert sum(line["bytes"] for line in sent if line["kind"] == site_app.TRAIN) == row["bytes_down"]
 
     for name in NAMES:  # the other end says the same
         own = lines_of(tmp_path / name)

@@ -300,7 +300,7 @@ def test_counts_are_kept_not_ranges(consortium: Consortium, tmp_path: Path) -> N
     mine = serving.own_data(consortium.server(), Hear())
     tracemalloc.start()
     try:
-        federation = of_sites(consortium.server(), NAMES, known, mine.test, mine.unlabelled)
+        federation = of_sites(consortium.server(), Server(NAMES), known, mine.test, mine.unlabelled)
         assert federation.sizes.tolist() == [10**8] * 3
         assert len(federation.participants(1)) == 3
         assert tracemalloc.get_traced_memory()[1] < 1 << 20

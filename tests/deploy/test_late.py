@@ -306,6 +306,7 @@ def test_a_round_has_its_minimum_also_of_those_who_would_begin_later(
     assert [each["first_round"] for each in known.values()] == [1, 1, 1]
     known["site-c"]["first_round"] = 2
     (out / "sites.json").write_text(json.dumps(known))
+    (out / "labels.csv").write_text("site\n")  # somebody has confirmed what site-c does not annotate
     server = started_with(1, min_clients=1, dropped=("site-a", "site-b"))
     result = go(consortium, grid, out, hear, server, training__rounds=2)
     assert [row["clients"] for row in result.rows] == [1, 1]
