@@ -14,6 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CUT_SECONDS = float(os.environ.get("FEDMLL_CUT_SECONDS", "15"))
 ROUND_SECONDS = 12
-DISK = "4m"
+DISK = "300m"  # `join` does not begin with less than 0.2 GB
 CUT, STOPPED, FULL, LATE, VALIDATING = "site-a", "site-b", "site-c", "site-d", "test"  # what happens to whom
 NAMES = (CUT, STOPPED, FULL, LATE)
 SETTINGS: dict[str, Any] = {
@@ -177,11 +178,11 @@ def family(process: subprocess.Popen[bytes]) -> list[int]:
 def fill(folder: Path) -> Path:
     path = folder / "filling"
     with path.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(b"x" * 4096)
-        except OSError:
-            return path
+        for size in (1 << 20, 1 << 12):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+    return path
 
 
 def happen(network: Network) -> subprocess.Popen[bytes]:
