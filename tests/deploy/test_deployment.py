@@ -185,7 +185,7 @@ def test_a_killed_site_is_left_out_and_taken_back(world: World) -> None:
 
 def test_a_site_comes_late_and_another_leaves(world: World) -> None:
     """The run starts when two have come and the time is over; Ctrl-C at a site is a goodbye that the server repeats."""
-    changes = {"method__name": "test-drifting-slowly", "method__seconds": 0.5, "training__rounds": 8}
+    changes = {"method__name": "test-drifting-slowly", "method__seconds": 0.5, "training__rounds": 20}
     server = world.serve("--start-with", "2", "--join-timeout", "12", **changes)
     leaver = world.join("site-a")
     world.join("site-b")

@@ -29,7 +29,8 @@ class Desk:
         self.bars = Bars(out, None if server.keys is None else Path(server.keys), self.marks)
         self.ended = False
         about = {"run": server.run, "method": experiment.method.name, "rounds": experiment.training.rounds}
-        self.record("start", **about, clients=list(server.clients), dropped=list(server.dropped), keys=self.marks)
+        about |= {"clients": server.clients, "validators": server.validators, "dropped": server.dropped}
+        self.record("start", **about, keys=self.marks)
 
     def record(self, event: str, **facts: Any) -> None:
         """Into the audit. Who comes does so with a key, which is named by its fingerprint."""
@@ -69,6 +70,6 @@ def fingerprints(server: Server) -> dict[str, str]:
     if server.keys is None:
         return {}
     folder = Path(server.keys)
-    there = [name for name in server.taking_part if (folder / f"{name}.pub").is_file()]  # all, where a port is open
+    there = [name for name in server.invited if (folder / f"{name}.pub").is_file()]  # all, where a port is open
     found = keys.registered(folder, there)
     return {name: keys.fingerprint(key.encode()) for name, key in found.items()}

@@ -55,7 +55,7 @@ class Status(Observer):
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
-        self.clients = {name: Client() for name in self.server.taking_part}
+        self.clients = {name: Client() for name in self.server.invited}
 
     def record(self, event: str, facts: dict[str, Any]) -> None:
         with self.lock:
