@@ -265,7 +265,7 @@ def test_a_federation_survives_a_bad_day(network: Network) -> None:
     memories = [network.folder / f"memory-{name}" for name in (*NAMES, VALIDATING)]
     for folder in (network.out, *memories):
         assert verify(folder / FILE).wrong is None
-    assert max(row["seconds"] for row in network.rows()) < ROUND_SECONDS + 10  # by its deadline
+    assert max(row["seconds"] for row in network.rows()) < 3 * ROUND_SECONDS  # by its deadline, and a test
 
     who = took_part(audit, SETTINGS["training__rounds"])
     assert [len(who[row["round"]]) for row in network.rows()] == [row["clients"] for row in network.rows()]
