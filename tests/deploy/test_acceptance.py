@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -143,7 +144,12 @@ def possible() -> str | None:
     name = f"fm{os.getpid()}-probe"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return None if made.returncode == 0 else "network namespaces cannot be made here"
+    if made.returncode:
+        return "network namespaces cannot be made here"
+    with tempfile.TemporaryDirectory() as folder:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True)
+        subprocess.run(["umount", folder], capture_output=True)
+    return None if mounted.returncode == 0 else "a tmpfs cannot be mounted here"
 
 
 @pytest.fixture
