@@ -9,6 +9,7 @@ import csv
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fedmll.client import Step, Work
+from fedmll.data import federation
 from fedmll.deploy import keys
+from fedmll.engines.local import LocalEngine
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Like, Part, Sum, option
@@ -92,6 +95,23 @@ def write_csv(path: Path, rows: list[list[str]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(rows)
+
+
+def replayed(consortium: Consortium, folder: Path, takes_part: Callable[[str, int], bool], **changes: Any) -> Tensors:
+    """The rounds one after the other on one machine, with whoever takes part: nothing of the server's is used."""
+    data = federation.build(consortium.local(**changes))
+    engine = LocalEngine(data, folder / "replayed")
+    method, state = engine.learner.method, engine.start()
+    memories: dict[int, Tensors] = {peer.index: {} for peer in engine.peers}
+    for number in range(1, data.experiment.training.rounds + 1):
+        merger = method.merger(state, number)
+        here = [peer for peer in engine.peers if takes_part(peer.name, number)]
+        for peer in sorted(here, key=lambda peer: -data.sizes[peer.index]):
+            client = engine.learner.client(data, peer, number)
+            merger.add(peer, engine.learner.train(client, method.send(state, peer, number), memories[peer.index]))
+        state, _ = merger.result()
+    engine.close()
+    return engine.learner.named(method.deploy(state))
 
 
 class DriftingMean(Mean):

@@ -26,15 +26,12 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
 
 import sites
-from sites import Consortium, write_consortium
+from sites import Consortium, replayed, write_consortium
 from test_deployment import COMMAND, World, parent_of
 
-from fedmll.data import federation
 from fedmll.deploy import keys
 from fedmll.deploy.audit import FILE, verify
 from fedmll.deploy.flower.site_app import EVALUATE, MODEL, TRAIN
-from fedmll.engines.local import LocalEngine
-from fedmll.message import Tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -222,23 +219,6 @@ def happen(network: Network) -> subprocess.Popen[bytes]:
     return server
 
 
-def replayed(consortium: Consortium, folder: Path, who: dict[int, set[str]]) -> Tensors:
-    """The rounds one after the other on one machine, with whoever took part: nothing of the server's is used."""
-    data = federation.build(consortium.local(**SETTINGS | {"method__seconds": 0.0}))
-    engine = LocalEngine(data, folder / "replayed")
-    method, state = engine.learner.method, engine.start()
-    memories: dict[int, Tensors] = {peer.index: {} for peer in engine.peers}
-    for number in range(1, data.experiment.training.rounds + 1):
-        merger = method.merger(state, number)
-        here = [peer for peer in engine.peers if peer.name in who[number]]
-        for peer in sorted(here, key=lambda peer: -data.sizes[peer.index]):
-            client = engine.learner.client(data, peer, number)
-            merger.add(peer, engine.learner.train(client, method.send(state, peer, number), memories[peer.index]))
-        state, _ = merger.result()
-    engine.close()
-    return engine.learner.named(method.deploy(state))
-
-
 def took_part(audit: list[dict[str, Any]], rounds: int) -> dict[int, set[str]]:
     who: dict[int, set[str]] = {number: set() for number in range(1, rounds + 1)}
     for line in audit:
@@ -284,6 +264,7 @@ def test_a_federation_survives_a_bad_day(network: Network) -> None:
     for folder in memories:
         mine = load_file(folder / "model.safetensors")
         assert all(torch.equal(mine[name], tensor) for name, tensor in found.items())
-    expected = replayed(network.consortium, network.folder, who)
+    settings = SETTINGS | {"method__seconds": 0.0}
+    expected = replayed(network.consortium, network.folder, lambda name, number: name in who[number], **settings)
     for name, tensor in expected.items():
         assert torch.allclose(found[name].float(), tensor.float(), rtol=0, atol=1e-5), name

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
 
-from sites import NAMES, Consortium
+from sites import NAMES, Consortium, replayed
 from test_flower import FakeGrid, Hear, consortium, make_grid, quick  # noqa: F401  (fixtures)
 
 from fedmll.client import Peer
@@ -23,7 +23,6 @@ from fedmll.data.federation import Federation
 from fedmll.deploy import serving, setting
 from fedmll.deploy.flower.site_app import TRAIN
 from fedmll.deploy.setting import Server
-from fedmll.engines.local import LocalEngine
 from fedmll.errors import ConfigError, FederationError, FedmllError
 from fedmll.message import Tensors
 from fedmll.running import loop
@@ -59,20 +58,7 @@ def coming(grid: FakeGrid, place: int = 2) -> None:
 
 
 def by_hand(consortium: Consortium, folder: Path, first: dict[str, int], **changes: Any) -> Tensors:  # noqa: F811
-    """The rounds one after the other on one machine, with whoever is there: nothing of the server's is used."""
-    data = federation.build(consortium.local(**changes))
-    engine = LocalEngine(data, folder / "by-hand")
-    method, state = engine.learner.method, engine.start()
-    memories: dict[int, Tensors] = {peer.index: {} for peer in engine.peers}
-    for number in range(1, data.experiment.training.rounds + 1):
-        merger = method.merger(state, number)
-        here = [peer for peer in engine.peers if first[peer.name] <= number]
-        for peer in sorted(here, key=lambda peer: -data.sizes[peer.index]):
-            client = engine.learner.client(data, peer, number)
-            merger.add(peer, engine.learner.train(client, method.send(state, peer, number), memories[peer.index]))
-        state, _ = merger.result()
-    engine.close()
-    return engine.learner.named(method.deploy(state))
+    return replayed(consortium, folder, lambda name, number: first[name] <= number, **changes)
 
 
 def same(result: loop.Result, expected: Tensors) -> bool:

@@ -39,7 +39,15 @@ Memory = Annotated[Path | None, typer.Option("--memory", help="Where your client
 MinCount = Annotated[
     int, typer.Option("--min-count", help="Counts of fewer images with, or without, a class do not leave.")
 ]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
+Patience = Annotated[float, typer.Option("--patience", help="Seconds to wait for a server that is away.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Approve the experiment without being asked.")]
+Weights = Annotated[
+    list[Path] | None,
+    typer.Option("--weights", metavar="FILE", help="Your copy of a file the experiment starts from; repeatable."),
+]
 CA = Path("keys/ca.crt")
+PATIENCE = 12 * 3600
 
 
 def register(app: typer.Typer) -> None:
@@ -65,13 +73,10 @@ def join(
     passphrase_file: PassphraseFile = None,
     insecure: Insecure = False,
     memory: Memory = None,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "auto",
-    patience: Annotated[float, typer.Option("--patience", help="Seconds to wait for a server that is away.")] = 43_200,
-    yes: Annotated[bool, typer.Option("--yes", help="Approve the experiment without being asked.")] = False,
-    weights: Annotated[
-        list[Path] | None,
-        typer.Option("--weights", metavar="FILE", help="Your copy of a file the experiment starts from; repeatable."),
-    ] = None,
+    device: Device = "auto",
+    patience: Patience = PATIENCE,
+    yes: Yes = False,
+    weights: Weights = None,
     keep_cache: Annotated[
         bool, typer.Option("--keep-cache", help="Keep the prepared images in the memory folder.")
     ] = False,

@@ -21,7 +21,24 @@ from fedmll.cli.options import (
     names_in,
     window_in,
 )
-from fedmll.cli.site import CA, Ca, Csv, Images, Key, Memory, MinCount, Rename, key_of, renamed_in, take_part
+from fedmll.cli.site import (
+    CA,
+    PATIENCE,
+    Ca,
+    Csv,
+    Device,
+    Images,
+    Key,
+    Memory,
+    MinCount,
+    Patience,
+    Rename,
+    Weights,
+    Yes,
+    key_of,
+    renamed_in,
+    take_part,
+)
 from fedmll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,13 +72,10 @@ def validate(
     passphrase_file: PassphraseFile = None,
     insecure: Insecure = False,
     memory: Memory = None,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "auto",
-    patience: Annotated[float, typer.Option("--patience", help="Seconds to wait for a server that is away.")] = 3600,
-    yes: Annotated[bool, typer.Option("--yes", help="Approve the experiment without being asked.")] = False,
-    weights: Annotated[
-        list[Path] | None,
-        typer.Option("--weights", metavar="FILE", help="Your copy of a file the experiment starts from; repeatable."),
-    ] = None,
+    device: Device = "auto",
+    patience: Patience = PATIENCE,
+    yes: Yes = False,
+    weights: Weights = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="With a model: the JSON file of counts. With a server: the folder of what you get."),
