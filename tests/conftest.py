@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,6 +17,10 @@ from fedmll.testing import experiment as small
 __all__ = ["small"]
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+BROWSER_FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +35,23 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def small_federation() -> federation.Federation:
     return federation.build(small())
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Debian's Chromium, without a window."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in programs:
+        pytest.skip("Debian's chromium and chromedriver are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    for flag in (*BROWSER_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=programs[1]))
+    yield driver
+    driver.quit()
 
 
 class Said(NamedTuple):

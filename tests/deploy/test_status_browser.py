@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,23 +11,6 @@ from fedmll.deploy.status import Status, page
 from fedmll.experiment import Experiment
 
 pytestmark = pytest.mark.slow
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
-
-
-@pytest.fixture
-def browser(tmp_path: Any) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if None in programs:
-        pytest.skip("Debian's chromium and chromedriver are not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=programs[1]))
-    yield driver
-    driver.quit()
 
 
 def a_status() -> Status:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +16,7 @@ from fedmll.report.page import write_report
 __all__ = ["comparison"]
 
 pytestmark = pytest.mark.slow
-FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
-)
 CHARTS = {"curves", "classes", "clients", "gain", "calibration", "thresholds"}
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if None in programs:
-        pytest.skip("Debian's chromium and chromedriver are not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=programs[1]))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_browser import browser, opened  # noqa: F401  (a fixture)
+from test_browser import opened
 
 from fedmll.evaluation.beside import Beside, Told
 from fedmll.report.site_page import ALONE, ALONE_OWN, COMMON, COMMON_OWN, Worth, site_page
@@ -33,7 +33,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
-def test_it_is_all_visible(browser: Any, page: str, width: int, dark: bool) -> None:  # noqa: F811
+def test_it_is_all_visible(browser: Any, page: str, width: int, dark: bool) -> None:
     opened(browser, page, width, dark)
     assert browser.get_log("browser") == []
     across, inner = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
@@ -49,7 +49,7 @@ def test_it_is_all_visible(browser: Any, page: str, width: int, dark: bool) -> N
     assert len(browser.execute_script(boxes, "section#models tbody tr")) == 4
 
 
-def test_bars_lie_where_the_numbers_are(browser: Any, page: str) -> None:  # noqa: F811
+def test_bars_lie_where_the_numbers_are(browser: Any, page: str) -> None:
     opened(browser, page)
     found = browser.execute_script(
         "return [...document.querySelectorAll('section#classes > .scroll tbody tr')].map((row) => {"
@@ -66,7 +66,7 @@ def test_bars_lie_where_the_numbers_are(browser: Any, page: str) -> None:  # noq
         assert (dot[2] > zero[2]) == gap.startswith("+")
 
 
-def test_the_theme_and_the_other_tables(browser: Any, page: str) -> None:  # noqa: F811
+def test_the_theme_and_the_other_tables(browser: Any, page: str) -> None:
     opened(browser, page)
     browser.find_element("id", "theme").click()
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 29)"
