@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Said
 
 pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
 
@@ -240,3 +242,19 @@ def test_the_stored_experiment_of_a_server_without_data_has_no_composites() -> N
         assert f"{meaningless} =" not in text
     assert 'name = "none"' in text
     assert "holdout =" in text
+
+
+def test_a_rehearsal_with_a_wrong_option_leaves_nothing(fedmll: Callable[..., Said], tmp_path: Path) -> None:
+    for words in (("--thresholds", "foo"), ("--calibrate", "foo")):
+        said = fedmll("server", "--simulate", "2", *words, "--out", "study")
+        assert (said.code, "foo" in said.error) == (2, True)
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "study-sites").mkdir()
+    said = fedmll("server", "--simulate", "2", "--out", "study")
+    assert "study-sites" in said.error
+    assert "--out" in said.error
+    assert said.code == 2
+
+
+def test_who_is_excluded_from_what_is_no_servers_run(fedmll: Callable[..., Said]) -> None:
+    assert "no folder of a server's run" in fedmll("exclude", "nowhere", "site-a").error

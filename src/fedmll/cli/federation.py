@@ -103,16 +103,13 @@ def server(
     warn_of_status(status)
     if insecure:
         display.errors.print(INSECURE)
-    names = names_in(clients)
-    played = None
+    names, sites = names_in(clients), Path(f"{out}-sites")
     if simulate is not None:
         from fedmll.deploy.flower.processes import free_port
 
         if names or simulate < 1:
             raise ConfigError("--simulate K makes K clients of its own, 1 or more; leave --clients out.")
-        with display.RunProgress(0) as progress:
-            played = rehearsal.prepare(experiment, simulate, Path(f"{out}-sites"), progress.preparing)
-        names, keys, experiment = played.names, played.keys, played.experiment
+        names, keys = rehearsal.called(simulate), sites / "keys"
         port = port if listen else free_port()
     setting = serving.Server(
         names,
@@ -129,6 +126,11 @@ def server(
         thresholds=thresholds,
         calibrate=calibrate,
     )
+    played = None
+    if simulate is not None:  # after the options were found good
+        with display.RunProgress(0) as progress:
+            played = rehearsal.prepare(experiment, simulate, sites, progress.preparing)
+        experiment = played.experiment
     confirm = label_counts.beforehand if yes or played is not None else label_counts.at_terminal
     with display.FederationProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
         watch = tracked(names_in(track), out, progress)

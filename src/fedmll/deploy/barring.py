@@ -69,6 +69,8 @@ def readmit(out: Path, name: str) -> None:
 
 
 def _known(out: Path, name: str) -> setting.Server:
+    if not (out / setting.FILE).is_file():
+        raise ConfigError(f"{out} is no folder of a server's run.")
     server = setting.server_in(out)
     if name not in server.taking_part:
         raise ConfigError(f"There is no client '{name}' in the run in {out}{nearest(name, server.taking_part)}")

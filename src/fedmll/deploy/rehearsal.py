@@ -20,6 +20,7 @@ from fedmll.data import federation
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
 from fedmll.data.images.cache import Progress, silent
 from fedmll.deploy import keys, telling
+from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 
 CELLS = {PRESENT: "1", ABSENT: "0", UNKNOWN: ""}
@@ -58,13 +59,22 @@ class Rehearsal:
         return self.folder / "keys"
 
 
+def called(clients: int) -> tuple[str, ...]:
+    return tuple(f"client-{number + 1}" for number in range(clients))
+
+
 def prepare(experiment: Experiment, clients: int, folder: Path, progress: Progress = silent) -> Rehearsal:
     """Divide the experiment's data, write it down, make keys. The clients hold out what the experiment says."""
+    if folder.exists():
+        raise ConfigError(
+            f"{folder}, where the clients of a rehearsal have their images, is there already. Remove it, or choose "
+            "another folder with --out."
+        )
     kind = {"natural": "iid", "auto": "dirichlet"}.get(experiment.partition.kind, experiment.partition.kind)
     divided = federation.build(
         experiment.changed({"partition.clients": clients, "partition.kind": kind, "partition.holdout": 0.0}), progress
     )
-    names = tuple(f"client-{number + 1}" for number in range(clients))
+    names = called(clients)
     for name, rows in zip(names, divided.samples, strict=True):
         own = divided.train.subset(rows)
         write_folder(own, folder / name)
