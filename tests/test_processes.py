@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 
@@ -24,6 +25,31 @@ process.join()
 print("code", process.exitcode, flush=True)
 os.kill(os.getpid(), signal.{name})  # the parent still hears it
 """
+
+
+ARRAYS = """
+from pathlib import Path
+import torch
+from fedmll.processes import forked
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+def work():
+    before = resident()
+    arrays = [torch.ones(2**22) for _ in range(4)]  # 16 MB each
+    arrays.clear()
+    print((resident() - before) >> 20, flush=True)
+
+forked(work).join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of the GNU C library is set")
+def test_a_worker_keeps_the_memory_of_large_arrays() -> None:
+    """It would be cleared anew for the next ones, page by page."""
+    done = subprocess.run([sys.executable, "-c", ARRAYS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 56
 
 
 @pytest.mark.parametrize(("name", "printed"), [("SIGINT", ["worked", "code 0"]), ("SIGTERM", ["code -15"])])

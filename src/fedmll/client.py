@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedmll.data.dataset import Dataset
@@ -22,6 +24,7 @@ from fedmll.models.network import Network
 from fedmll.seeding import numpy_generator, seed_global, torch_generator
 
 EVALUATION_BATCH = 64  # fits the cache: 4–5 times faster on a CPU than batches of 500
+GATHERED_BYTES = 2**22  # of an epoch's samples at once: more is not in the cache any more when its batch comes
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,13 @@ class Task:
         """Raw samples → what a model takes, without augmentation. Feature vectors and tokens pass as they are."""
         return self.normalise(self.unit(raw)) if raw.dtype == torch.uint8 else raw
 
+    def raw(self, data: Dataset, positions: np.ndarray | slice) -> Tensor:
+        """Samples as they are stored: kept tokens where there are any."""
+        return self.tensor(data.samples(positions) if data.tokens is None else data.kept(positions))
+
     def seen(self, data: Dataset, positions: np.ndarray | slice) -> Tensor:
-        """Samples as a model takes them: kept tokens where there are any."""
-        return self.inputs(self.tensor(data.samples(positions) if data.tokens is None else data.kept(positions)))
+        """Samples as a model takes them."""
+        return self.inputs(self.raw(data, positions))
 
 
 def task_of(data: Federation, device: torch.device | None = None) -> Task:
@@ -101,6 +108,7 @@ class Batch:
     targets: Tensor  # int8: 1 present, 0 absent, -1 unknown
     recipe: str
     generator: torch.Generator
+    gathered: Tensor | None = None  # what `raw` would gather, where it is there already
 
     @cached_property
     def images(self) -> Tensor:
@@ -108,15 +116,15 @@ class Batch:
 
     @cached_property
     def raw(self) -> Tensor:
-        """As they are stored."""
-        return self.task.tensor(self.data.samples(self.rows.numpy()))
+        """As they are stored: tokens where they are kept, of what is not augmented."""
+        return self.task.raw(self.data, self.rows.numpy()) if self.gathered is None else self.gathered
 
     def view(self, recipe: str) -> Tensor:
         """A fresh augmented view of the batch, ready for the model; of kept tokens one of the kept views, drawn for
         each sample."""
         tokens = self.data.tokens
-        if tokens is not None:
-            drawn = torch.randint(len(tokens) if recipe != "none" else 1, (len(self),), generator=self.generator)
+        if tokens is not None and len(tokens) > 1 and recipe != "none":
+            drawn = torch.randint(len(tokens), (len(self),), generator=self.generator)
             return self.task.tensor(self.data.kept(self.rows.numpy(), drawn.numpy()))
         if recipe == "none" or self.raw.dtype != torch.uint8:
             return self.task.inputs(self.raw)
@@ -159,8 +167,22 @@ class Client:
         size, count = training.batch_size, len(self.data)
         cuts = [size * number for number in range(1, training.batches(count))]
         for _ in range(training.local_epochs):
-            for places in torch.from_numpy(shuffle.permutation(count)).tensor_split(cuts):
-                yield self._batch(places, training.augment, views)
+            order = shuffle.permutation(count)
+            rows = torch.from_numpy(order)
+            targets = self.targets.index_select(0, rows.to(self.task.device)).tensor_split(cuts)
+            raw = self._raw(order)
+            parts = [None] * len(targets) if raw is None else raw.tensor_split(cuts)
+            for places, known, part in zip(rows.tensor_split(cuts), targets, parts, strict=True):
+                yield Batch(self.task, self.data, places, known, training.augment, views, part)
+
+    def _raw(self, order: NDArray[np.int64]) -> Tensor | None:
+        """An epoch's samples, gathered by one call where they are few; batches are then parts of it."""
+        data = self.data
+        if data.tokens is not None and len(data.tokens) > 1:  # which view of a sample is drawn batch by batch
+            return None
+        kept = data.store if data.tokens is None else data.tokens[0]
+        few = len(data) * math.prod(kept.shape[1:]) * kept.dtype.itemsize <= GATHERED_BYTES
+        return self.task.raw(data, order) if few else None
 
     def scan(self) -> Iterator[Batch]:
         """All its data in order, without augmentation, in batches made for evaluation."""

@@ -46,6 +46,24 @@ def test_a_round_is_plain_torch(name: str, clip: float | None) -> None:
     assert reply.numbers == {"samples": 6.0, "steps": 6.0, "loss": pytest.approx(np.mean(losses), rel=1e-5)}
 
 
+@pytest.mark.parametrize("augment", ["none", "crop-flip"])
+def test_batches_are_the_same_whether_an_epoch_is_gathered_at_once(
+    monkeypatch: pytest.MonkeyPatch, augment: str
+) -> None:
+    learner = learner_of(experiment(training__batch_size=4, training__local_epochs=2, training__augment=augment))
+    client = client_of(learner, LABELS)
+    at_once = list(client.batches())
+    monkeypatch.setattr("fedmll.client.GATHERED_BYTES", len(LABELS) * 64 - 1)
+    one_by_one = list(client.batches())
+    assert [len(batch) for batch in at_once] == [4, 2, 4, 2]
+    for batch, other in zip(at_once, one_by_one, strict=True):
+        assert batch.gathered is not None and other.gathered is None
+        for name in ("rows", "targets", "raw", "images"):
+            assert torch.equal(getattr(batch, name), getattr(other, name)), name
+        assert torch.equal(batch.raw, torch.from_numpy(client.data.store[batch.rows]))
+        assert torch.equal(batch.targets, torch.from_numpy(client.data.labels[batch.rows]))
+
+
 def test_terms_are_added() -> None:
     both = experiment().changed(
         {"method": {"name": "compose", "head": "etf-ladm", "parts": ["known", "contrast"]}, "model.channels": (4, 8)}

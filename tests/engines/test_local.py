@@ -26,6 +26,9 @@ from fedmll.running.loop import run
 from fedmll.running.observers import Observer
 
 
+PRIVATE = {"method__name": "private-fedavg", "method__loss": "sigmoid"}
+
+
 class Counting(Part):
     """Counts its rounds in the client's memory and sends the count along."""
 
@@ -200,6 +203,22 @@ def test_predictions_do_not_depend_on_how_they_are_cut(tmp_path: Path) -> None:
         np.testing.assert_allclose(scores, expected, atol=1e-5)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(("method", "times"), [({"method__name": "fedavg"}, 1), (PRIVATE, 4)])
+def test_what_is_expected_is_worked_out_once_for_all_who_are_sent_the_same(
+    monkeypatch: pytest.MonkeyPatch, method: dict[str, str], times: int
+) -> None:
+    """With private labels every one of the four clients is sent rows of its own."""
+    asked, expects = list[int](), Method.expects
+
+    def counted(self: Method, sent: Message, round: int) -> dict[str, Like]:
+        asked.append(round)
+        return expects(self, sent, round)
+
+    monkeypatch.setattr(Method, "expects", counted)
+    run(small(engine__workers=1, **method))
+    assert asked == [1] * times + [2] * times
 
 
 def test_cuda_is_refused_where_there_is_none() -> None:

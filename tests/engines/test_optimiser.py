@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedmll.engines.optimiser import Optimiser
+from fedmll.engines.optimiser import Optimiser, backward
 from fedmll.message import Tensors
 from fedmll.seeding import derive, seed_global
 from fedmll.settings import Training
@@ -73,6 +73,17 @@ def test_a_parameter_that_gets_its_first_gradient_late_starts_its_momentum_then(
         gradients += [] if own[1].grad is None else [own[1].grad.clone()]
         optimiser.step()
     torch.testing.assert_close(own[1].detach(), start - 0.5 * gradients[0] - 0.5 * (gradients[1] + 0.9 * gradients[0]))
+
+
+def test_backward_gives_the_gradients_of_torchs_own() -> None:
+    own, theirs = parameters(), parameters()
+    for each, go in ((own, backward), (theirs, Tensor.backward)):
+        for _ in range(2):  # they are added to those that are there
+            go((each[2] @ torch.tanh(each[0]) * each[1][:3, None]).square().mean())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(own, theirs, strict=True))  # type: ignore[arg-type]
+    unused = parameters()
+    backward(unused[0].sum())
+    assert unused[0].grad is not None and unused[1].grad is None
 
 
 def test_torchs_generator_gets_the_seed_that_manual_seed_would_give_it() -> None:

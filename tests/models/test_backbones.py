@@ -14,6 +14,7 @@ from fedmll.models.backbones import build_backbone, pixel_scale
 from fedmll.models.backbones.base import normalisation
 from fedmll.models.backbones.convnet import ConvNet
 from fedmll.models.backbones.resnet import BasicBlock, ResNet18
+from fedmll.models.frozen import fit_out
 from fedmll.models.network import Classifier
 
 
@@ -70,10 +71,14 @@ def test_initial_weights_depend_on_the_seed_only() -> None:
     assert not torch.equal(first["blocks.0.0.weight"], other["blocks.0.0.weight"])
 
 
-def test_mlp_gives_one_token() -> None:
+def test_mlp_gives_one_token_as_a_vector() -> None:
     net = build_backbone(Model(backbone="mlp", channels=(7, 5)), (9,), seed=0)
-    assert net(torch.zeros(2, 9)).shape == (2, 5, 1, 1)
-    assert Classifier(net, 4)(torch.zeros(2, 9)).shape == (2, 4)
+    x = torch.randn(2, 9)
+    classifier = Classifier(net, 4)
+    assert net(x).shape == (2, 5) and classifier(x).shape == (2, 4)
+    assert torch.equal(classifier.tokens(x), net(x)[:, :, None, None])
+    necked = fit_out(net, Model(backbone="mlp", channels=(7, 5), width=3, norm="group"), seed=0)
+    assert Classifier(necked, 4)(x).shape == (2, 4) and necked.width == 3
 
 
 # ---- what the networks compute

@@ -196,14 +196,14 @@ def test_prototype_classifier_with_and_without_its_parts() -> None:
     torch.manual_seed(0)
     backbone, etf = Mlp(3, (16,)), simplex_etf(16, 5, 0)
     x = torch.randn(4, 3)
-    pooled = backbone(x)[:, :, 0, 0]
+    pooled = backbone(x)
     only_etf = PrototypeClassifier(backbone, 5, etf)
     torch.testing.assert_close(only_etf(x), pooled @ etf.T)
     torch.testing.assert_close(only_etf(x).sum(1), torch.zeros(4), atol=1e-5, rtol=0)  # Σ m_c = 0
     neither = PrototypeClassifier(backbone, 5)
     torch.testing.assert_close(neither(x), pooled @ neither.prototypes.T + neither.bias)
     both = PrototypeClassifier(backbone, 5, etf, Ladm(etf))
-    h = both.ladm(backbone(x))
+    h = both.ladm(backbone(x)[:, :, None, None])
     torch.testing.assert_close(both(x), torch.einsum("bcd,cd->bc", h, etf))
     assert both.attention(x).shape == (4, 4, 5, 1, 1)
     scaled = PrototypeClassifier(backbone, 5, etf, both.ladm, logit_scale=10.0)

@@ -17,7 +17,7 @@ from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Task, Work, unde
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
-from fedmll.engines.optimiser import Optimiser
+from fedmll.engines.optimiser import Optimiser, backward
 from fedmll.errors import ClientError
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
@@ -139,7 +139,7 @@ class Learner:
             for part in self.shaping:
                 part.shape(step, fixed[part.name])
             loss = self.loss(step)
-            loss.backward()
+            backward(loss)
             for part in self.adjusting:
                 part.adjust(work, fixed[part.name])
             if clip is not None:

@@ -22,6 +22,7 @@ from fedmll.engines.pool import Job, Pool
 from fedmll.errors import ConfigError, ReplyRefused
 from fedmll.evaluation.pooled import Evaluation, evaluate_alone, evaluate_pooled
 from fedmll.message import Message, Tensors
+from fedmll.methods.contract import Like, refuse_unlike
 
 CHUNK = 4 * EVALUATION_BATCH  # samples of one prediction job
 REMEMBERS = "remembers"  # a worker's word to the engine, beside a reply's numbers: the client has a memory now
@@ -68,9 +69,12 @@ class LocalEngine:
                 before = self.memory.latest.get(client)
                 yield Job("train", (client, number, before), message, f"client {peer.name} in round {number}")
 
+        sent, expected = Message(), dict[str, Like]()
         for job, reply in self._run(jobs(), len(order), state):
             client, remembers = job.arguments[0], reply.numbers.pop(REMEMBERS)
-            reason = self.method.refuse(job.message, reply, number)
+            if not expected or not job.message.same(sent):  # worked out once for all who are sent the same
+                sent, expected = job.message, self.method.expects(job.message, number)
+            reason = refuse_unlike(expected, reply)
             if reason is not None:
                 now = self.federation.experiment.training.lr
                 advice = f" Its training diverged: lower training.lr (now {now:g}) or set training.clip = 1.0."

@@ -1,5 +1,5 @@
-"""A client's optimiser: torch's fused kernels, called directly. Where a model is small, the Python that torch.optim has
-around them costs more than the arithmetic; the kernels, and so the bits, are the same."""
+"""Gradients and a client's optimiser: torch's engine and fused kernels, called directly. Where a model is small, the
+Python that torch has around them costs more than the arithmetic; the kernels, and so the bits, are the same."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from fedmll.settings import Training
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # of Adam and AdamW, as torch has them
 MOMENTUM, COUNT, MEAN, SQUARE = "momentum_buffer", "step", "exp_avg", "exp_avg_sq"  # torch's names of what is kept
+
+
+def backward(loss: Tensor) -> None:
+    """loss.backward(): 16 µs instead of 50 for a graph of one node."""
+    one = torch.ones((), device=loss.device)
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class Optimiser:

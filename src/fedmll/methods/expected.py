@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -91,13 +92,18 @@ class Trained(Like):
     start: Tensor | None = None
     flat: FlatWeights | None = None
 
+    @cached_property
+    def size(self) -> float:
+        assert self.start is not None
+        return 1 + float(torch.linalg.vector_norm(self.start))
+
     def refuse(self, name: str, tensor: Tensor) -> str | None:
         assert self.start is not None
         reason = self.refuse_shape(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         if reason is not None:
             return reason
         count = 0 if self.flat is None else self.flat.buffer_count
-        end, size = tensor.numel() - count, 1 + float(torch.linalg.vector_norm(self.start))
+        end, size = tensor.numel() - count, self.size
         moved = float(torch.dist(tensor, self.start) if not count else torch.dist(tensor[:end], self.start[:end]))
         statistics = float(torch.linalg.vector_norm(tensor[end:])) if count else 0.0
         if not math.isfinite(moved + statistics) and not bool(torch.isfinite(tensor).all()):

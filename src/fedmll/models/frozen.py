@@ -59,14 +59,21 @@ def fit_out(backbone: Backbone, model: Model, seed: int) -> Backbone:
 
 
 def tokens_of(backbone: Backbone, images: Tensor) -> Tensor:
-    """What heads see of images, or of tokens that were kept (fp16)."""
+    """What heads see of images, or of tokens that were kept (fp16): a map, or of vectors (batch, width)."""
     if images.dtype == torch.float16:
         tokens = images.float()
     else:
         tokens = backbone(images)
         if backbone.whole_is_frozen:
             tokens = tokens.half().float()
-    return tokens if backbone.neck is None else backbone.neck(tokens)
+    if backbone.neck is None:
+        return tokens
+    return backbone.neck(tokens if tokens.dim() == 4 else as_map(tokens))
+
+
+def as_map(vectors: Tensor) -> Tensor:
+    """A map of one token."""
+    return vectors[:, :, None, None]
 
 
 def kept_tokens(

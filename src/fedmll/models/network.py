@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fedmll.models.backbones import Backbone
-from fedmll.models.frozen import tokens_of
+from fedmll.models.frozen import as_map, tokens_of
 
 CLASSIFIER_ROWS = "classifier rows"  # among a network's class vectors
 
@@ -23,11 +23,12 @@ class Network(nn.Module):
 
     def tokens(self, images: Tensor) -> Tensor:
         """(batch, width, rows, columns) of images, or of tokens that were kept."""
-        return tokens_of(self.backbone, images)
+        tokens = tokens_of(self.backbone, images)
+        return tokens if tokens.dim() == 4 else as_map(tokens)
 
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         """`states` (batch, classes) are what is known of the labels (1, 0, -1 unknown), for heads that can use it."""
-        return pooled(self.tokens(images))
+        return pooled(tokens_of(self.backbone, images))
 
     def logits(self, features: Tensor) -> Tensor:
         raise NotImplementedError
@@ -62,5 +63,7 @@ class Classifier(Network):
 
 
 def pooled(tokens: Tensor) -> Tensor:
-    """The mean over a map (batch, width, rows, columns); a map of one token is that token."""
+    """The mean over a map (batch, width, rows, columns); a map of one token is that token, and so is a vector."""
+    if tokens.dim() == 2:
+        return tokens
     return tokens.flatten(1) if tokens.shape[2:] == (1, 1) else tokens.mean((2, 3))

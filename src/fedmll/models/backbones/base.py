@@ -23,7 +23,7 @@ CLASSIFIERS = ("fc.", "classifier.")  # torchvision's names
 
 
 class Backbone(nn.Module):
-    """`width` is the number of channels of the token map that `forward` gives."""
+    """`width` is the number of channels of the token map that `forward` gives; one token may be a vector."""
 
     width: int
 

@@ -25,8 +25,8 @@ class Mlp(Backbone):
         return [layer for layer in self.layers if isinstance(layer, nn.Linear)]
 
     def forward(self, features: Tensor) -> Tensor:
-        tokens: Tensor = self.layers(features)
-        return tokens.view(*tokens.shape, 1, 1)
+        vectors: Tensor = self.layers(features)
+        return vectors
 
 
 @register("backbone", "mlp")
