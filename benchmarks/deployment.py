@@ -93,7 +93,7 @@ import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
-from fedmll.client import Task
+from fedmll.task import Task
 from fedmll.deploy.site_worker import Setup
 from fedmll.experiment import Experiment
 from fedmll.methods import find

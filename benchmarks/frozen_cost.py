@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedmll.client import task_of
 from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import silent
 from fedmll.engines.learner import Learner, with_tokens
 from fedmll.experiment import Experiment
+from fedmll.task import task_of
 
 ROUND, CACHE = 1 / 20, 1.3  # the largest ratios that are wanted
 PIXELS, AT_ONCE = 112, 32

@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmll.client import Client, Task, Work
+from fedmll.client import Client, Work
 from fedmll.data.dataset import Dataset
 from fedmll.engines.learner import Learner
 from fedmll.experiment import Experiment
 from fedmll.message import Message
+from fedmll.task import Task
 from fedmll.testing import loss_of, work_of
 
 LIMIT = 1.15

@@ -126,8 +126,8 @@ def write_work(file: Path, values: dict[str, Any]) -> None:
     y = (latent @ rng.normal(size=(8, CLASSES)) + rng.normal(size=(count + 2000, CLASSES)) > 3).astype(np.int8)
     np.savez(file, x_train=x[2000:], y_train=y[2000:], x_test=x[:2000], y_test=y[:2000])
     divided = federation.build(experiment_of(file, values | {"rounds": 1, "workers": 0}))
-    from fedmll.client import task_of
     from fedmll.engines.learner import Learner
+    from fedmll.task import task_of
 
     model = Learner(task_of(divided)).model
     weights = dict(zip(NAMES, (p.detach().numpy() for p in model.parameters()), strict=True))

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "fedmll"
 LEAVES = ("errors", "seeding", "files", "message", "threads", "processes", "registry")
 ROOMS = (
-    *("settings", "experiment", "data", "models", "client", "methods", "evaluation", "engines", "running", "analysis"),
-    *("report", "deploy", "cli", "testing"),
+    *("settings", "experiment", "data", "models", "task", "client", "methods", "evaluation", "engines", "running"),
+    *("analysis", "report", "deploy", "cli", "testing"),
 )
 LEVEL = dict.fromkeys(LEAVES, 0) | {room: place for place, room in enumerate(ROOMS, 1)}
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or not path.stem.startswith("__"))

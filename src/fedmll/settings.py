@@ -21,7 +21,8 @@ AUTO = "auto"  # decided by a rule, when the experiment is made or when its data
 COMPOSITE = "ml-"  # of a source's name: composites of its images
 RUN = "run:"  # of weights: the folder of an earlier run
 # settings that came later: where they are not set a run's fingerprint is what it was without them
-LATER = (("model", "pixel_mean"), ("model", "pixel_std"), ("data", "doubtful"), ("partition", "file"))
+LATER = (("model", "pixel_mean"), ("model", "pixel_std"), ("data", "doubtful"), ("partition", "file"),
+         ("training", "together"))  # fmt: skip
 Doubtful = Literal["unknown", "present", "absent"]
 
 
@@ -216,6 +217,8 @@ class Training(Section):
     loss: str = "bce"
     augment: str = "none"
     keep: Literal["auto", "last", "best"] = "auto"  # the model of the last round, or of the best on validation data
+    # so many clients are trained at once (networks of linear layers, simulations): faster, with other last bits
+    together: Annotated[int, Field(ge=2)] | None = None
 
     def batches(self, samples: float) -> int:
         """How many an epoch has. A last batch of one sample joins the one before it (batch normalisation cannot train

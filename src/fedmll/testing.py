@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedmll.client import Client, Peer, Reply, Step, Task, Work, under
+from fedmll.client import Client, Peer, Reply, Step, Work, under
 from fedmll.data.dataset import Dataset
 from fedmll.engines.learner import Learner
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Records
 from fedmll.methods.method import Method
+from fedmll.task import Task
 
 CLASSES = ("a", "b", "c")
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from fedmll import run
 from fedmll.analysis.correlation_picture import FILE, compared, distance, draw, likeness, of_run
-from fedmll.client import task_of
 from fedmll.data.federation import Federation
 from fedmll.errors import ConfigError
 from fedmll.methods import find
+from fedmll.task import task_of
 
 
 def phi(scores: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from sites import CLASSES, NAMES, Consortium, write_consortium
 
 from fedmll import registry
-from fedmll.client import Peer, Task
+from fedmll.client import Peer
 from fedmll.deploy import serving
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.site_app import EVALUATE, HELLO, TRAIN, app
@@ -31,6 +31,7 @@ from fedmll.deploy.site_worker import Setup, remember_site
 from fedmll.engines.learner import Learner
 from fedmll.experiment import Experiment
 from fedmll.message import Message
+from fedmll.task import Task
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
 HEADER = "| method | when | tensors | numbers |"

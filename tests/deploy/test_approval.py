@@ -10,11 +10,11 @@ pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)
 import leaving
 from sites import CLASSES
 
-from fedmll.client import Task
 from fedmll.deploy import approval
 from fedmll.deploy.approval import Limits
 from fedmll.deploy.sentences import Refused
 from fedmll.experiment import Experiment
+from fedmll.task import Task
 
 
 def task_of(**changes: object) -> Task:

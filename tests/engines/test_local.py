@@ -25,7 +25,6 @@ from fedmll.methods.parts.basic import Absent
 from fedmll.running.loop import run
 from fedmll.running.observers import Observer
 
-
 PRIVATE = {"method__name": "private-fedavg", "method__loss": "sigmoid"}
 
 

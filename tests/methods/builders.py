@@ -17,7 +17,7 @@ import torch
 from conftest import small
 from torch import Tensor, nn
 
-from fedmll.client import Batch, Client, Peer, task_of
+from fedmll.client import Batch, Client, Peer
 from fedmll.data.federation import Federation
 from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
@@ -28,6 +28,7 @@ from fedmll.models.backbones import build_backbone
 from fedmll.models.flat import FlatWeights
 from fedmll.models.network import Classifier
 from fedmll.registry import all_of
+from fedmll.task import task_of
 from fedmll.testing import merge
 
 # ---- what a method says of itself

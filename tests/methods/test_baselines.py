@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import small
 
-from fedmll.client import Peer, Step, task_of
+from fedmll.client import Peer, Step
 from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
 from fedmll.errors import ReplyRefused
@@ -19,6 +19,7 @@ from fedmll.methods.contract import Like, refuse_unlike
 from fedmll.methods.parts.basic import WeightedMean
 from fedmll.methods.parts.proximal import Proximal
 from fedmll.running.loop import run
+from fedmll.task import task_of
 from fedmll.testing import client_of, learner_of, merge, step_of, work_of
 
 PEER = Peer(0, "c000", torch.ones(3, dtype=torch.bool))

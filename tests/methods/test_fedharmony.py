@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedmll import Observer, resume, run
-from fedmll.client import Peer, task_of
+from fedmll.client import Peer
 from fedmll.data.federation import Federation
 from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
@@ -27,6 +27,7 @@ from fedmll.methods.method import Method
 from fedmll.methods.parts.basic import SoftmaxMean
 from fedmll.methods.parts.correlation import Alignment, spectral_blocks
 from fedmll.seeding import derive
+from fedmll.task import task_of
 from fedmll.testing import client_of, learner_of, merge, peer_of, step_of, work_of
 
 CLASSES = 10  # of ml-digits

@@ -12,7 +12,7 @@ from builders import same_bits, watched, word_vectors
 from conftest import small
 from scipy import stats
 
-from fedmll.client import Batch, Step, Work, task_of
+from fedmll.client import Batch, Step, Work
 from fedmll.data.federation import build
 from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
@@ -23,6 +23,7 @@ from fedmll.methods import find
 from fedmll.methods.fedctran import Drawn, LabelMask, random_known
 from fedmll.methods.fedlgt import ClientAwareMask, uncertain
 from fedmll.running.loop import run
+from fedmll.task import task_of
 from fedmll.testing import client_of, merge, work_of
 
 

@@ -12,7 +12,7 @@ import torch
 from builders import contrast_by_loops, rejection_by_loops, same_bits, sigmoid
 from conftest import small
 
-from fedmll.client import Step, task_of
+from fedmll.client import Step
 from fedmll.data.federation import build
 from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
@@ -21,6 +21,7 @@ from fedmll.methods import find
 from fedmll.methods.fednca_ml import contrast, hinge_rejection, log_rejection
 from fedmll.models.heads import PrototypeClassifier, simplex_etf
 from fedmll.running.loop import run
+from fedmll.task import task_of
 from fedmll.testing import client_of, merge, work_of
 
 # positives and negatives; no negative; no positive; unknown ones; nothing known

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fedmll import load_run, resume, run
-from fedmll.client import task_of
 from fedmll.data import federation
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError
 from fedmll.evaluation import metrics
 from fedmll.message import Message
+from fedmll.task import task_of
 from fedmll.testing import experiment
 
 

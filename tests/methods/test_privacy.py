@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedmll import run
-from fedmll.client import Client, Task, Work, task_of
+from fedmll.client import Client, Work
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.engines.learner import Learner
@@ -20,6 +20,7 @@ from fedmll.errors import ClientError
 from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.methods.private_labels import PrivateFedAvg, Softmax
+from fedmll.task import Task, task_of
 
 FEW = ("apple", "bean", "corn", "date")
 MANY = ("egg", "date", "bean", "fig", "apple", "corn", "gum")  # more classes, in another order

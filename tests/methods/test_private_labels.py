@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from fedmll import resume, run
 from fedmll.analysis import coverage
 from fedmll.cli.main import app
-from fedmll.client import Client, Peer, Step, Task
+from fedmll.client import Client, Peer, Step
 from fedmll.data import federation
 from fedmll.data.dataset import Dataset
 from fedmll.data.images.unlabelled import read_images
@@ -34,6 +34,7 @@ from fedmll.models.flat import FlatWeights
 from fedmll.models.network import Classifier
 from fedmll.running.folder import Row
 from fedmll.running.observers import Observer
+from fedmll.task import Task
 from fedmll.testing import merge, work_of
 from fedmll.threads import one_thread
 

@@ -16,12 +16,12 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.class_weight import compute_sample_weight
 
 from fedmll import compare, resume, run
-from fedmll.client import task_of
 from fedmll.data import federation
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError
 from fedmll.message import Message
 from fedmll.methods.parts import ridge
+from fedmll.task import task_of
 from fedmll.testing import client_of, experiment, learner_of, merge, peer_of
 
 FROZEN: dict[str, Any] = {"method__name": "fed-ridge", "model__freeze": "backbone", "model__channels": (6, 10)}

@@ -19,7 +19,6 @@ from sklearn.utils.class_weight import compute_sample_weight
 from test_ridge import FROZEN, pooled, solving_of
 
 from fedmll import load_run, resume, run
-from fedmll.client import task_of
 from fedmll.data import federation
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError
@@ -28,6 +27,7 @@ from fedmll.methods.parts import platt, ridge
 from fedmll.models.flat import frozen_sketch
 from fedmll.models.lift import Lift
 from fedmll.running.observers import Observer
+from fedmll.task import task_of
 from fedmll.testing import client_of, experiment, learner_of, merge, peer_of
 
 PLATT: dict[str, Any] = FROZEN | {"method__calibrate": "platt"}

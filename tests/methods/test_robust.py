@@ -11,11 +11,12 @@ from builders import small
 from scipy.stats import trim_mean
 
 from fedmll import run
-from fedmll.client import Peer, task_of
+from fedmll.client import Peer
 from fedmll.data.federation import build
 from fedmll.engines.learner import Learner
 from fedmll.message import Message, Tensors
 from fedmll.methods.parts import robust
+from fedmll.task import task_of
 
 SIZES = (5, 20, 1, 9, 14)
 

@@ -11,11 +11,11 @@ import torch
 from conftest import small
 
 from fedmll import load_run, run
-from fedmll.client import task_of
 from fedmll.data import federation
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError
 from fedmll.message import Message
+from fedmll.task import task_of
 from fedmll.testing import client_of, experiment, learner_of, loss_of, merge, peer_of, step_of, work_of
 
 WIDE: dict[str, Any] = {"method__name": "spherefed", "model__channels": (8, 12)}

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from fedmll import load_run, resume, run
-from fedmll.client import task_of
 from fedmll.data import federation
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError
 from fedmll.models.flat import FlatWeights, frozen_sketch
 from fedmll.running.observers import Observer
+from fedmll.task import task_of
 from fedmll.testing import experiment
 
 FROZEN: dict[str, Any] = {"model__freeze": "backbone", "model__channels": (6, 10)}

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from fedmll import run
-from fedmll.client import task_of
 from fedmll.data.federation import Federation
 from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment, Model
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat import FlatWeights
 from fedmll.models.network import Classifier
+from fedmll.task import task_of
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 

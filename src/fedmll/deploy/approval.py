@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fedmll import files
-from fedmll.client import Task
 from fedmll.deploy.audit import Audit
 from fedmll.deploy.estimate import GIGABYTE
 from fedmll.deploy.own_folder import set_aside
@@ -22,6 +21,7 @@ from fedmll.errors import ConfigError
 from fedmll.experiment import Experiment
 from fedmll.methods import make
 from fedmll.methods.contract import Part
+from fedmll.task import Task
 
 FILE = "approved.json"
 MOST_APPROVED = 100  # that are remembered: the latest

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedmll.client import Task
 from fedmll.deploy.sentences import Refused
 from fedmll.errors import FedmllError
 from fedmll.methods import make
+from fedmll.task import Task
 
 SECONDS = 120  # for a network that is built and sees two images
 TRIED = 2  # images

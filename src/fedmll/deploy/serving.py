@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from fedmll import files
-from fedmll.client import Task
 from fedmll.data import federation, sources
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
@@ -41,6 +40,7 @@ from fedmll.running.folder import MODEL
 from fedmll.running.model import load_model
 from fedmll.running.observers import Observer, Result
 from fedmll.settings import NO_DATA
+from fedmll.task import Task
 
 if TYPE_CHECKING:
     from fedmll.deploy.flower.roster import Grid, Roster
@@ -248,6 +248,8 @@ def _check(experiment: Experiment) -> None:
     options = experiment.method.options
     if any(part.alone for part in method.recipe(method.options_class(options)(**options)).parts):
         raise ConfigError(f"'{method.name}' exchanges nothing, so there is nothing for a server to do.")
+    if experiment.training.together is not None:
+        raise ConfigError("training.together is for simulations: between machines every site trains alone.")
     if experiment.model.backbone == "mlp":
         raise ConfigError("A federation between machines is for images; feature vectors are for `fedmll run`.")
 

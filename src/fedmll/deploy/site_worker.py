@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedmll import files
-from fedmll.client import Client, Task
+from fedmll.client import Client
 from fedmll.data.dataset import Dataset
 from fedmll.data.digest import digest_of
 from fedmll.data.images.cache import images_in, silent
@@ -35,6 +35,7 @@ from fedmll.experiment import Experiment
 from fedmll.message import Message, Tensors
 from fedmll.models.flat import frozen_sketch
 from fedmll.running.model import SavedModel
+from fedmll.task import Task
 
 SMALLEST_GROUP = 5  # images that a class's mean or sum must be of before it leaves the site
 COUNTS, FOR_THRESHOLDS = "counts", "validation-counts"  # the histograms' names in a reply

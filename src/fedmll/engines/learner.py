@@ -13,17 +13,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Task, Work, under
+from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Work, under
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
 from fedmll.engines.optimiser import Optimiser, backward
+from fedmll.engines.together import Together
 from fedmll.errors import ClientError
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
+from fedmll.methods.contract import Part
 from fedmll.models.backbones import Backbone, pixel_scale
 from fedmll.models.flat import FlatWeights, frozen_tensors
 from fedmll.models.frozen import WHOLE, kept_tokens
+from fedmll.models.network import Network
+from fedmll.task import Task
 
 OPTIMIZER = "optimizer"  # its state in a client's memory
 
@@ -104,36 +108,76 @@ class Learner:
 
     def train(self, client: Client, message: Message, memory: Tensors) -> Message:
         """A client's round: read, learn, reply. `memory` is the client's own between its rounds, changed in place."""
-        method = self.method
         for part in self.narrowing:
             client = part.narrow(client)
+        work = self._begun(client, message, memory)
+        if self.method.exchange(client.round) is not None:
+            return self._reply(work, memory, {p: p.survey(work) for p in self.method.replying(client.round)})
+        return self._finished(work, memory, self._learn(work))
+
+    def train_together(self, clients: list[Client], messages: list[Message], memories: list[Tensors]) -> list[Message]:
+        """The same of several clients at once (`training.together`)."""
+        given = list(zip(clients, messages, memories, strict=True))
+        if len(clients) == 1 or self.method.exchange(clients[0].round) is not None:
+            return [self.train(*of) for of in given]
+        works, starts = list[Work](), list[Tensor]()
+        for client, message, memory in given:
+            works.append(self._begun(client, message, memory))
+            starts.append(self.weights.vector.clone())
+        self._training_mode(self.model)
+        trained = Together(works, starts, self.loss, self.teaching, self.adjusting)
+        trained.learn()
+        replies = list[Message]()
+        for work, memory, vector, total in zip(works, memories, trained.vectors, trained.losses.tolist(), strict=True):
+            self.weights.vector.copy_(vector)
+            replies.append(self._finished(work, memory, total))
+        return replies
+
+    def _begun(self, client: Client, message: Message, memory: Tensors) -> Work:
+        """The client's round before its first step."""
+        method = self.method
         method.receive(client.weights, message)
         client.seed_torch()
         names = [*(part.name for part in method.list), OPTIMIZER]
         here = {name: tensor.to(self.task.device) for name, tensor in memory.items()}
         work = Work(client, message, {name: under(name, here) for name in names}, seeing=self.seeing)
-        numbers = {"samples": float(len(client.data)), "steps": 0.0, "loss": 0.0}
-        exchange = method.exchange(client.round)
-        if exchange is not None:
-            replies = {part: part.survey(work) for part in method.replying(client.round)}
-        else:
+        if method.exchange(client.round) is None:
             for part in method.list:
                 work.fixed[part.name] = part.prepare(work)
-            numbers["loss"], numbers["steps"] = self._learn(work), float(work.steps)
-            work.trained()
-            replies = {part: part.finish(work, work.fixed[part.name]) for part in method.list}
+        return work
+
+    def _finished(self, work: Work, memory: Tensors, loss: float) -> Message:
+        """The reply of a trained client; `loss` is the sum over its steps."""
+        client, mean = work.client, loss / work.steps
+        if not math.isfinite(mean):
+            raise ClientError(
+                f"The loss of client {client.name} became {mean} in round {client.round}. Lower training.lr "
+                f"(now {self.task.experiment.training.lr:g}), or set training.clip = 1.0; also look at its data."
+            )
+        work.trained()
+        replies = {part: part.finish(work, work.fixed[part.name]) for part in self.method.list}
+        return self._reply(work, memory, replies, float(work.steps), mean)
+
+    def _reply(
+        self, work: Work, memory: Tensors, replies: dict[Part, Tensors], steps: float = 0.0, loss: float = 0.0
+    ) -> Message:
         memory.clear()
         memory |= {f"{name}/{key}": tensor.cpu() for name, own in work.memories.items() for key, tensor in own.items()}
-        return Message({name: tensor.cpu() for name, tensor in method.joined(replies).items()}, numbers)
+        numbers = {"samples": float(len(work.client.data)), "steps": steps, "loss": loss}
+        return Message({name: tensor.cpu() for name, tensor in self.method.joined(replies).items()}, numbers)
+
+    def _training_mode(self, model: Network) -> None:
+        """Asking its modules is much cheaper than to tell them all, every time."""
+        if model is not self.model or not all(module.training for module in self.trained):
+            model.train()
 
     def _learn(self, work: Work) -> float:
-        """The local epochs; gives the mean loss."""
+        """The local epochs; gives the sum of the losses."""
         client, fixed = work.client, work.fixed
         parameters, clip = client.weights.parameters, self.task.experiment.training.clip
         optimiser = Optimiser(self.task.experiment.training, parameters, work.memory(OPTIMIZER))
         losses = list[Tensor]()
-        if not all(module.training for module in self.trained):  # much cheaper than to tell them all, every time
-            client.model.train()
+        self._training_mode(client.model)
         for batch in client.batches():
             step = Step(work, batch)
             for part in self.shaping:
@@ -151,13 +195,7 @@ class Learner:
             losses.append(loss.detach())
         if self.task.experiment.training.optimizer_state == "kept":
             work.memories[OPTIMIZER] = optimiser.state()
-        mean = float(np.add.accumulate(torch.stack(losses).cpu().numpy())[-1]) / work.steps  # one after the other
-        if not math.isfinite(mean):
-            raise ClientError(
-                f"The loss of client {client.name} became {mean} in round {client.round}. Lower training.lr "
-                f"(now {self.task.experiment.training.lr:g}), or set training.clip = 1.0; also look at its data."
-            )
-        return mean
+        return float(np.add.accumulate(torch.stack(losses).cpu().numpy())[-1])  # one after the other
 
     def loss(self, step: Step) -> Tensor:
         """The sum of the parts' terms."""

@@ -34,12 +34,12 @@ BUNDLE_SECONDS, LARGEST_BUNDLE = 0.02, 16  # jobs of so much time are given at o
 class Job:
     kind: str
     arguments: tuple
-    message: Message
+    messages: list[Message]  # as many as its result has; of clients that are trained together one each
     label: str  # for errors: "client c003 in round 12"
     tries: int = field(default=0, compare=False)
 
 
-Work = Callable[[str, tuple, Message], Message]
+Work = Callable[[str, tuple, list[Message]], list[Message]]
 Bundle = list[tuple[int, Job]]  # jobs with their places
 Header = dict[str, tuple[bool, Entry]]  # of each tensor: whether it is shared, and where it lies
 
@@ -85,10 +85,10 @@ class Pool:
         self.entries.clear()
         self.kept = list(tensors)
 
-    def run(self, jobs: Iterable[Job], count: int) -> Iterator[tuple[Job, Message]]:
+    def run(self, jobs: Iterable[Job], count: int) -> Iterator[tuple[Job, list[Message]]]:
         """Each of `count` jobs with its result, in the order of the jobs."""
         source = enumerate(jobs)
-        results: dict[int, tuple[Job, Message]] = {}
+        results: dict[int, tuple[Job, list[Message]]] = {}
         given, self.bundle = 0, 1
         try:
             for taken in range(count):
@@ -113,12 +113,13 @@ class Pool:
     def _give(self, worker: Worker, bundle: Bundle) -> None:
         worker.inbox.clear()
         worker.busy = bundle
-        worker.pipe.send([(j.kind, j.arguments, self._header(worker, j), j.message.numbers) for _, j in bundle])
+        headers = [[(self._header(worker, m), m.numbers) for m in job.messages] for _, job in bundle]
+        worker.pipe.send([(job.kind, job.arguments, of) for (_, job), of in zip(bundle, headers, strict=True)])
 
-    def _header(self, worker: Worker, job: Job) -> Header:
-        """Where the job's tensors lie; those that are not shared are put into the worker's inbox."""
+    def _header(self, worker: Worker, message: Message) -> Header:
+        """Where the message's tensors lie; those that are not shared are put into the worker's inbox."""
         header: Header = {}
-        for name, tensor in job.message.tensors.items():
+        for name, tensor in message.tensors.items():
             if any(tensor is shared for shared in self.kept):
                 if id(tensor) not in self.entries:
                     self.entries[id(tensor)] = self.shared.write(tensor)
@@ -127,7 +128,7 @@ class Pool:
                 header[name] = (False, worker.inbox.write(tensor))
         return header
 
-    def _wait(self, results: dict[int, tuple[Job, Message]]) -> None:
+    def _wait(self, results: dict[int, tuple[Job, list[Message]]]) -> None:
         """Until something happened: results, an error or a death."""
         busy = {worker.pipe: worker for worker in self.workers if worker.busy}
         for pipe in wait(list(busy)):
@@ -143,8 +144,8 @@ class Pool:
                 raise error(text)
             seconds, done = answer
             self.bundle = max(1, min(LARGEST_BUNDLE, int(BUNDLE_SECONDS * len(bundle) / max(seconds, 1e-6))))
-            for (place, job), (entries, numbers) in zip(bundle, done, strict=True):
-                results[place] = (job, Message(read_all(worker.outbox, entries), numbers))
+            for (place, job), replies in zip(bundle, done, strict=True):
+                results[place] = (job, [Message(read_all(worker.outbox, e), numbers) for e, numbers in replies])
 
     def _replace(self, dead: Worker) -> None:
         bundle = dead.busy
@@ -185,10 +186,15 @@ def _serve(
         begin, done = time.process_time(), []
         outbox.clear()
         try:
-            for at.value, (kind, arguments, header, numbers) in enumerate(jobs):
-                tensors = {name: (shared if common else inbox).view(entry) for name, (common, entry) in header.items()}
-                reply = work(kind, arguments, Message(tensors, numbers))
-                done.append((write_all(outbox, reply.tensors), reply.numbers))
+            for at.value, (kind, arguments, headers) in enumerate(jobs):
+                messages = [
+                    Message(
+                        {name: (shared if common else inbox).view(e) for name, (common, e) in header.items()}, numbers
+                    )
+                    for header, numbers in headers
+                ]
+                replies = work(kind, arguments, messages)
+                done.append([(write_all(outbox, reply.tensors), reply.numbers) for reply in replies])
             pipe.send(("done", time.process_time() - begin, done))
         except FedmllError as error:
             pipe.send(("error", type(error), str(error)))

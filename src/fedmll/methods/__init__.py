@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from fedmll import registry
 
 if TYPE_CHECKING:
-    from fedmll.client import Task
     from fedmll.methods.method import Method
+    from fedmll.task import Task
 
 
 def find(name: str) -> type[Method]:

@@ -20,8 +20,8 @@ from fedmll.methods.contract import Found, PartOptions, option
 from fedmll.methods.method import Method
 
 if TYPE_CHECKING:
-    from fedmll.client import Task
     from fedmll.experiment import Experiment
+    from fedmll.task import Task
 
 DEFAULT = "fedavg-pl"
 OF = option(DEFAULT, "the method that it bounds; the options of that method may follow")

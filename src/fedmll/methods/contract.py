@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from fedmll.client import Client, Peer, Step, Task, Work
+from fedmll.client import Client, Peer, Step, Work
 from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
 from fedmll.methods.expected import Like as Like
@@ -26,6 +26,7 @@ from fedmll.models.backbones import Backbone
 from fedmll.models.flat import FlatWeights
 from fedmll.models.network import Network
 from fedmll.registry import register
+from fedmll.task import Task
 
 if TYPE_CHECKING:
     from fedmll.experiment import Experiment
@@ -71,6 +72,17 @@ class Piece:
     def resolve(cls, options: Any, experiment: Experiment) -> Found:
         """What the options that were left open ("auto") are in this experiment: decided once, stored, sent to sites."""
         return {}
+
+
+H = TypeVar("H", bound=Callable[..., Any])
+
+
+def together(hook: H) -> H:
+    """Of a `term`: it can be computed for several clients at once by torch.func.vmap, so it draws nothing and decides
+    nothing by a tensor's values. Of an `adjust`: what it asks of `work` are the client's weights, and it is the same
+    sum where they and `mine` have a row a client. A method whose parts all say so goes with `training.together`."""
+    hook.together = True  # type: ignore[attr-defined]
+    return hook
 
 
 class Head(Piece):

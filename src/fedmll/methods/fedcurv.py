@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedmll.client import Peer, Work
 from fedmll.message import Message, Tensors
-from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option
+from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option, together
 from fedmll.methods.method import Method
 from fedmll.models.network import Network
 
@@ -58,6 +58,7 @@ class Curvature(Part):
             return sums["u"] - own["u"], sums["v"] - own["v"]
         return sums["u"], sums["v"]
 
+    @together
     def adjust(self, work: Work, others: tuple[Tensor, Tensor]) -> None:
         weights = work.client.weights
         u, v = others

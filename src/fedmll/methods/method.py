@@ -10,7 +10,7 @@ from pydantic import BaseModel, create_model
 from torch import Tensor
 
 from fedmll import registry
-from fedmll.client import Peer, Task, under
+from fedmll.client import Peer, under
 from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import AUTO, Found, Head, Like, Part, PartOptions, Piece, Records, refuse_unlike
@@ -24,6 +24,7 @@ from fedmll.models.flat import FlatWeights
 from fedmll.models.frozen import fit_out
 from fedmll.models.network import Network
 from fedmll.seeding import derive
+from fedmll.task import Task
 
 if TYPE_CHECKING:
     from fedmll.experiment import Experiment
@@ -148,7 +149,7 @@ class Method:
     def check(cls, experiment: Experiment) -> None:
         """Refuse (ConfigError) settings that it cannot work with."""
         options = cls.options_class(experiment.method.options)(**experiment.method.options)
-        cls.recipe(options).check_loss(experiment.training)
+        cls.recipe(options).check(experiment.training)
         for piece, own in cls.pieces(options):
             piece.check(own, experiment, cls.where(piece))
 

@@ -18,6 +18,7 @@ JOBS = {
     "views": "which views the network sees",
     "average": "how the weights are averaged",
 }
+STEP_HOOKS = ("narrow", "shape", "term", "adjust", "stepped", "inputs")  # what a part does in a client's steps
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,14 @@ class Recipe:
             able = sorted(name for name, part in registry.all_of("part").items() if "targets" in part.jobs)
             raise ConfigError(f"No part says how targets are taught; add one of {', '.join(able)}.")
 
-    def check_loss(self, training: Training) -> None:
-        """Refuse (ConfigError) a `training.loss` that its parts would leave out, or teach otherwise."""
+    def check(self, training: Training) -> None:
+        """Refuse (ConfigError) settings of training that its parts cannot work with."""
+        self._check_loss(training)
+        if training.together is not None:
+            self._check_together(training)
+
+    def _check_loss(self, training: Training) -> None:
+        """Its parts may leave `training.loss` out, or teach otherwise."""
         teacher = next(part for part in self.parts if "targets" in part.jobs)
         setting = f"training.loss = '{training.loss}'"
         if training.loss != "bce" and teacher.losses == "own":
@@ -117,6 +124,19 @@ class Recipe:
             )
         if training.loss == "splc" and training.rounds == 1:
             raise ConfigError(f"{setting} finds missing labels from round 2 on; training.rounds is 1. Raise it.")
+
+    def _check_together(self, training: Training) -> None:
+        """A part may be able to work for one client at a time only."""
+        setting = f"training.together = {training.together}"
+        if training.optimizer_state == "kept":
+            raise ConfigError(f"{setting} needs training.optimizer_state = 'fresh'; leave one of them out.")
+        for part in self.parts:
+            own = (getattr(part, hook) for hook in STEP_HOOKS if getattr(part, hook) is not getattr(Part, hook))
+            if not all(getattr(hook, "together", False) for hook in own):
+                raise ConfigError(
+                    f"{setting}: the part '{part.name}' works for one client at a time. Leave the setting out, or "
+                    "use a method without that part (fedavg, fedprox, scaffold and spherefed can be trained together)."
+                )
 
     @classmethod
     def of(cls, head: type[Head], parts: Iterable[type[Part]], average: type[Part]) -> Recipe:

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedmll.client import Task, Work
+from fedmll.client import Work
 from fedmll.errors import ConfigError
 from fedmll.message import Tensors
-from fedmll.methods.contract import Like, Merger, Part, Sum
+from fedmll.methods.contract import Like, Merger, Part, Sum, together
 from fedmll.methods.expected import LARGEST_GROWTH
 from fedmll.methods.method import Method
+from fedmll.task import Task
 
 if TYPE_CHECKING:
     from fedmll.experiment import Experiment
@@ -62,6 +63,7 @@ class ControlVariates(Part):
         own = work.memory(self.name).get("c", torch.zeros_like(c))
         return c, own, work.client.weights.parameter_vector.clone()
 
+    @together
     def adjust(self, work: Work, mine: tuple[Tensor, Tensor, Tensor]) -> None:
         c, own, _ = mine
         work.client.weights.add_gradient(c - own)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fedmll.client import Step
 from fedmll.errors import ConfigError
 from fedmll.message import Tensors
-from fedmll.methods.contract import Head, Merger, Part, PartOptions, Records, option
+from fedmll.methods.contract import Head, Merger, Part, PartOptions, Records, option, together
 from fedmll.methods.losses import masked_mean
 from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.ridge import FromSums, Summing
@@ -89,6 +89,7 @@ class SquaredError(Part):
     name = "squared-error"
     jobs = frozenset({"targets"})
 
+    @together
     def term(self, step: Step, mine: None) -> Tensor:
         scores = step.logits / 4 + 0.5
         return masked_mean((scores - step.present).square(), step.known)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedmll import files, registry
-from fedmll.client import EVALUATION_BATCH, Task
+from fedmll.client import EVALUATION_BATCH
 from fedmll.data.dataset import Dataset
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError, DataError, nearest
@@ -31,6 +31,7 @@ from fedmll.message import Tensors
 from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat import Finished
 from fedmll.running.images import Prediction, decoded
+from fedmll.task import Task
 
 FORMAT = 1
 KEY = "fedmll"  # of the metadata

@@ -14,7 +14,7 @@ from typing import Any
 from flwr.app import Message as FlowerMessage
 from torch import Tensor
 
-from fedmll.client import Peer, Reply, task_of
+from fedmll.client import Peer, Reply
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
 from fedmll.deploy.flower import evaluating, processes
@@ -38,6 +38,7 @@ from fedmll.evaluation.pooled import POOLED, SITES, Evaluation, evaluate_pooled
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Like
 from fedmll.running.model import SavedModel
+from fedmll.task import task_of
 
 POLL_SECONDS = 0.2
 BYE_SECONDS = 20

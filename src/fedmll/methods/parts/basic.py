@@ -13,7 +13,7 @@ from fedmll.client import Peer, Step, Work
 from fedmll.errors import ReplyRefused
 from fedmll.message import Message, Tensors
 from fedmll.methods import losses
-from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option
+from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option, together
 
 MOST_STEPS = 1e12  # what an integer of a model may count
 
@@ -43,6 +43,7 @@ class Absent(Supervision):
 
     name = "absent"
 
+    @together
     def term(self, step: Step, mine: Tensor | None) -> Tensor:
         entries = self.entries(step, step.logits, mine)
         return (entries * step.known if step.work.claimed else entries).mean()
@@ -53,6 +54,7 @@ class Known(Supervision):
 
     name = "known"
 
+    @together
     def term(self, step: Step, mine: Tensor | None) -> Tensor:
         return losses.masked_mean(self.entries(step, step.logits, mine), self.counted(step))
 

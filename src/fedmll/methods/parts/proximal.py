@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fedmll.client import Work
-from fedmll.methods.contract import Part, PartOptions, option
+from fedmll.methods.contract import Part, PartOptions, option, together
 
 
 class Proximal(Part):
@@ -18,6 +18,7 @@ class Proximal(Part):
         """w_g."""
         return work.client.weights.parameter_vector.clone()
 
+    @together
     def adjust(self, work: Work, start: Tensor) -> None:
         """The term's gradient, μ (w − w_g)."""
         weights = work.client.weights

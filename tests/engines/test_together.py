@@ -1,0 +1,270 @@
+"""Clients trained at once: the same as one after the other but for the last bits, the same bits whatever the number of
+workers, and refused where it cannot be right or would be slower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedmll.client import Step, Work
+from fedmll.data.federation import build
+from fedmll.engines.local import LocalEngine, grouped
+from fedmll.errors import ClientError, ConfigError
+from fedmll.experiment import Experiment
+from fedmll.message import Tensors
+from fedmll.methods.contract import Part, together
+from fedmll.methods.method import Method
+from fedmll.methods.parts.basic import Absent
+from fedmll.registry import register
+from fedmll.running.loop import resume, run
+from fedmll.running.observers import Observer
+from fedmll.testing import experiment
+
+CLIENTS = 12
+SGD = {"training__optimizer": "sgd", "training__lr": 0.2}
+UNKNOWN = {"annotation__kind": "missing", "annotation__missing": 2}
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Twelve clients of 7 to 60 feature vectors: no two need have as many batches."""
+    generator, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "vectors.npz"
+    hidden = generator.normal(size=(360, 5))
+    features = (hidden @ generator.normal(size=(5, 20)) + generator.normal(size=(360, 20))).astype(np.float32)
+    labels = (hidden + generator.normal(size=hidden.shape) > 0.5).astype(np.int8)
+    np.savez(path, x_train=features[:300], y_train=labels[:300], x_test=features[300:], y_test=labels[300:])
+    return {
+        "data__name": f"features:{path}", "data__limit": None, "partition__clients": CLIENTS, "partition__minimum": 7,
+        "model__channels": (16,), "training__batch_size": 8, "training__lr": 0.01,
+    }  # fmt: skip
+
+
+def weights_of(made: Experiment, **options: Any) -> Tensors:
+    return run(made, **options).weights
+
+
+def assert_close(one: Tensors, other: Tensors) -> None:
+    """As near as one step in float32 leaves them after two rounds; and not the very same bits, which would be those of
+    clients that were trained one by one."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], atol=2e-5, rtol=2e-4)
+    assert not all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "sgd": SGD,
+    "momentum, clipped": SGD | {"training__momentum": 0.9, "training__clip": 0.1},
+    "adam, clipped": {"training__optimizer": "adam", "training__clip": 0.05},
+    "three epochs": {"training__local_epochs": 3},
+    "no hidden layer": {"model__channels": ()},
+    "two hidden layers": {"model__channels": (16, 12)},
+    "fedavg-pl, unknown targets": {"method__name": "fedavg-pl"} | UNKNOWN,
+    "fedprox": {"method__name": "fedprox", "method__mu": 1.0},
+    "fednova": {"method__name": "fednova"} | SGD,
+    "scaffold": {"method__name": "scaffold", "training__rounds": 3} | SGD,
+    "fedcurv": {"method__name": "fedcurv", "method__strength": 1.0, "training__rounds": 3},
+    "spherefed": {"method__name": "spherefed"},
+    "surgical, unknown targets": {"method__name": "surgical"} | UNKNOWN,
+    "a part of the clients": {"participation__count": 7, "training__rounds": 4},
+    **{f"loss {name}": {"training__loss": name} for name in ("weighted", "asl", "hill", "splc", "em")},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_training_one_by_one_but_for_the_last_bits(vectors: dict[str, Any], case: str) -> None:
+    setting = vectors | CASES[case]
+    alone, at_once = experiment(**setting), experiment(training__together=5, **setting)
+    sizes = build(alone).sizes
+    assert len(set(sizes.tolist())) > 4  # they do not fit together by themselves
+    one, other = run(alone), run(at_once)
+    assert_close(one.weights, other.weights)
+    for first, second in zip(one.rows, other.rows, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
+
+
+def test_it_is_fedavg_by_hand(vectors: dict[str, Any]) -> None:
+    """A round of plain torch: every client from the start, averaged by size."""
+    made = experiment(**vectors | SGD, training__rounds=1, training__together=12)
+    data = build(made)
+    engine = LocalEngine(data, Path())
+    model, start = engine.learner.model, engine.start()["weights"]
+    total = torch.zeros_like(start)
+    for peer in engine.peers:
+        engine.learner.weights.vector.copy_(start)
+        client = engine.learner.client(engine.federation, peer, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.2, weight_decay=0.01)
+        for batch in client.batches():
+            targets = (batch.targets == 1).float()
+            torch.nn.functional.binary_cross_entropy_with_logits(model(batch.images), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        total += engine.learner.weights.vector * len(client.data)
+    engine.close()
+    found = torch.cat([tensor.flatten() for tensor in weights_of(made).values()])
+    torch.testing.assert_close(found, total / data.sizes.sum(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", [{}, {"method__name": "scaffold"} | SGD])
+def test_same_bits_whatever_the_number_of_workers(vectors: dict[str, Any], method: dict[str, Any]) -> None:
+    setting = vectors | method | {"training__together": 3}
+    first, *others = (weights_of(experiment(**setting, engine__workers=workers)) for workers in (0, 1, 2, 3))
+    for other in others:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+class Stop(Observer):
+    def client_done(self, round: int, done: int, total: int) -> None:
+        if (round, done) == (3, 4):
+            raise KeyboardInterrupt
+
+
+def test_same_bits_after_it_was_stopped_and_resumed(vectors: dict[str, Any], tmp_path: Path) -> None:
+    """Control variates are memories of clients: each gets its own back."""
+    made = experiment(**vectors | SGD, method__name="scaffold", training__rounds=4, training__together=4)
+    expected = weights_of(made)
+    with pytest.raises(KeyboardInterrupt):
+        run(made, tmp_path / "run", observer=Stop())
+    found = resume(tmp_path / "run", engine={"workers": 2}).weights
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def test_local_models_stay_with_their_clients(vectors: dict[str, Any]) -> None:
+    one, other = (
+        run(experiment(**vectors, method__name="local-only", **more)) for more in ({}, {"training__together": 4})
+    )
+    for name in ("macro_auc", "map"):
+        assert other.metrics[name] == pytest.approx(one.metrics[name], abs=0.02)
+
+
+def test_a_frozen_backbones_tokens_with_a_linear_head() -> None:
+    setting = {"model__freeze": "backbone", "training__lr": 0.01, "partition__clients": 6}
+    assert_close(weights_of(experiment(**setting)), weights_of(experiment(**setting, training__together=6)))
+
+
+def test_a_pooled_method_has_one_client_and_trains_it_as_ever(vectors: dict[str, Any]) -> None:
+    setting = vectors | {"method__name": "centralized"}
+    one, other = weights_of(experiment(**setting)), weights_of(experiment(**setting, training__together=8))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(
+    ("clients", "size", "expected"),
+    [(7, None, [1] * 7), (12, 5, [4, 4, 4]), (12, 12, [12]), (3, 8, [3]), (100, 16, [14] * 5 + [15] * 2), (0, 4, [])],
+)
+def test_groups_are_about_equal_and_keep_the_order(clients: int, size: int | None, expected: list[int]) -> None:
+    order = list(range(100, 100 + clients))
+    groups = grouped(order, size)
+    assert sorted(map(len, groups)) == expected and [client for group in groups for client in group] == order
+
+
+# ---- parts
+
+
+class Fixed(Part):
+    """Pulls a client's logits to a number of its own, which it prepared; and its weights to what it started from."""
+
+    name: ClassVar[str] = "test-fixed"
+
+    def prepare(self, work: Work) -> dict[str, Any]:
+        mean = work.client.targets.float().mean(0)
+        return {"mean": mean, "start": work.client.weights.parameter_vector.clone(), "strength": 0.5, "none": None}
+
+    @together
+    def term(self, step: Step, mine: dict[str, Any]) -> Tensor:
+        return mine["strength"] * (step.probabilities - mine["mean"]).square().mean()
+
+    @together
+    def adjust(self, work: Work, mine: dict[str, Any]) -> None:
+        weights = work.client.weights
+        weights.add_gradient(weights.parameter_vector - mine["start"], mine["strength"])
+
+
+class Pulled(Method):
+    name: ClassVar[str] = "test-pulled"
+    parts = (Absent, Fixed)
+
+
+class Other(Fixed):
+    """What a subclass does anew is not marked by its parent."""
+
+    name: ClassVar[str] = "test-other"
+
+    def term(self, step: Step, mine: dict[str, Any]) -> Tensor:
+        return super().term(step, mine)
+
+
+def test_what_parts_prepare_is_each_clients_own(vectors: dict[str, Any]) -> None:
+    setting = vectors | {"method__name": "test-pulled"}
+    assert_close(weights_of(experiment(**setting)), weights_of(experiment(**setting, training__together=5)))
+
+
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [
+        ({"method__name": "fednca-ml"}, "rejection"),
+        ({"method__name": "fedharmony"}, "alignment"),
+        ({"method__name": "private-fedavg", "method__loss": "sigmoid"}, "by-label"),
+        ({"method__name": "rscfed"}, "mean-teacher"),
+        ({"method__name": "fedrdn", "data__name": "ml-digits"}, "random-normalisation"),
+        ({"method__name": "compose", "method__parts": ("absent", "test-other")}, "test-other"),
+    ],
+)
+def test_a_part_that_works_for_one_client_at_a_time_is_refused(
+    vectors: dict[str, Any], method: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"training.together = 4: the part '{part}' works for one client at a time"):
+        experiment(**({} if "data__name" in method else vectors) | method, training__together=4)
+
+
+def test_other_settings_that_do_not_go_with_it_are_refused(vectors: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"needs training.optimizer_state = 'fresh'"):
+        experiment(**vectors, training__together=4, training__optimizer_state="kept")
+    with pytest.raises(ConfigError, match=r"training.together.*greater than or equal to 2"):
+        experiment(**vectors, training__together=1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "layer"), [({}, "Conv2d"), ({"model__freeze": "backbone", "model__width": 8}, "Conv2d")]
+)
+def test_a_network_that_is_slower_together_is_refused_before_anything_starts(
+    setting: dict[str, Any], layer: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"is for networks of linear layers .* a {layer}: clients one after the other"
+    ):
+        run(experiment(**setting, training__together=4), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@register("loss", "test-deciding")
+def deciding(logits: Tensor, targets: Tensor, positive_weight: Tensor | None = None) -> Tensor:
+    return logits if logits.sum() > 0 else -logits
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loss_that_decides_by_values_is_reported(vectors: dict[str, Any], workers: int) -> None:
+    made = experiment(**vectors, training__loss="test-deciding", training__together=4, engine__workers=workers)
+    with pytest.raises(
+        ClientError, match=r"cannot be computed for several clients at once .* Leave training.together out"
+    ):
+        run(made)
+
+
+def test_a_client_that_diverges_is_named(vectors: dict[str, Any]) -> None:
+    made = experiment(**vectors | {"training__optimizer": "sgd", "training__lr": 1e30}, training__together=12)
+    with pytest.raises(ClientError, match=r"The loss of client c\d+ became (nan|inf) in round 1. Lower training.lr"):
+        run(made)
+
+
+def test_it_is_another_experiment_only_where_it_is_set(vectors: dict[str, Any]) -> None:
+    plain = experiment(**vectors)
+    assert "together" not in plain.to_toml()
+    prints = {made.fingerprint() for made in (plain, *(experiment(**vectors, training__together=n) for n in (2, 3)))}
+    assert len(prints) == 3
