@@ -1,14 +1,14 @@
 """fedmll's local engine against pfl-research and Flower's simulation: the time of a round, all with two workers.
 
     python benchmarks/peers.py                       installs both, each in an environment of its own, the first time
-    python benchmarks/peers.py --environments FOLDER --peers pfl --turns 5
+    python benchmarks/peers.py --environments FOLDER --peers pfl --turns 5 --together 25
 
 The work is the same for all: 100 clients with 320 vectors each, 10 steps of batches of 32, FedAvg, an MLP of 10,900
 weights from the same initial ones, the same torch, its fused optimiser, one thread a process. Each library takes its
 turn, again and again; the ratio of each turn is what counts, its median is shown: the machine may be busy with other
 things; then the CPU time of all of a library's processes says more than the time on the wall. A round is what the user
 waits for: from the end of one to the end of the next, without evaluation, the first one left out. What each has learned
-is measured by the same code in the end.
+is measured by the same code in the end. fedmll has two rows: as it is by default, and with `training.together`.
 
 The peers' programs are in benchmarks/peer_programs/. A peer that cannot be installed has a row that says so.
 """
@@ -41,6 +41,7 @@ PACKAGES = {"pfl": "pfl[pytorch]", "flower": "flwr[simulation]"}
 DISTRIBUTIONS = {"pfl": "pfl", "flower": "flwr"}
 GOALS = {"pfl": 2.0, "flower": 5.0}
 CLIENTS, STEPS, BATCH, FEATURES, HIDDEN, CLASSES, WORKERS = 100, 10, 32, 64, 128, 20, 2
+TOGETHER = 25  # a quarter of the clients: two groups a worker
 RATES = {"sgd": 0.1, "adamw": 1e-3}
 WEIGHT_DECAY = 0.01
 NAMES = ("w0", "b0", "w1", "b1")
@@ -54,54 +55,59 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=list(RATES), default=list(RATES))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--fedmll", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--together", type=int, default=TOGETHER, help="of fedmll's second row: clients at once")
+    parser.add_argument("--fedmll", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fedmll:
-        fedmll_program(*map(Path, options.fedmll))
+        how, *files = options.fedmll
+        fedmll_program(*map(Path, files), options.together if how == "together" else None)
         return
     pythons = {peer: installed(options.environments, peer) for peer in options.peers}
     header = (
-        "optimiser", "library", "round, s", "its CPU, s", "fedmll is faster by", "wanted", "in CPU time", "test loss",
-        "mAP, %",
+        "optimiser", "library", "round, s", "its CPU, s", "fedmll is faster by", "in CPU time", "together: by",
+        "in CPU time", "wanted", "test loss", "mAP, %",
     )  # fmt: skip
     print(f"{CLIENTS} clients × {STEPS} steps, {WORKERS} workers, {options.turns} turns of {options.rounds} rounds; "
           f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")  # fmt: skip
     print("| " + " | ".join(header) + " |\n|---|---|" + "---:|" * (len(header) - 2), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for optimizer in options.optimizers:
-            compare(Path(folder), optimizer, pythons, options.rounds, options.turns)
+            compare(Path(folder), optimizer, pythons, options)
 
 
-def compare(folder: Path, optimizer: str, pythons: dict[str, Path | None], rounds: int, turns: int) -> None:
+def compare(folder: Path, optimizer: str, pythons: dict[str, Path | None], options: argparse.Namespace) -> None:
     work, setting = folder / "work.npz", folder / "setting.json"
     values = {"optimizer": optimizer, "lr": RATES[optimizer], "weight_decay": WEIGHT_DECAY, "batch_size": BATCH}
-    setting.write_text(json.dumps(values | {"rounds": rounds, "workers": WORKERS}))
+    setting.write_text(json.dumps(values | {"rounds": options.rounds, "workers": WORKERS}))
     write_work(work, values)
-    commands = {"fedmll": [sys.executable, __file__, "--fedmll"]}
+    own = [sys.executable, __file__, "--together", str(options.together), "--fedmll"]
+    commands = {"fedmll": [*own, "alone"], "together": [*own, "together"]}
     for peer, python in pythons.items():
         torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(WORKERS)] if peer == "pfl" else []
         if python is not None:
             commands[peer] = [str(python), *torchrun, str(PROGRAMS / f"{peer}_program.py")]
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}  # on the wall, of the CPU
     learned: dict[str, tuple[float, float]] = {}
-    for _ in range(turns):
+    for _ in range(options.turns):
         for name, command in commands.items():
             result = folder / f"{name}.npz"
             start([*command, str(work), str(setting), str(result)])
             found = np.load(result)
             times[name].append(tuple(np.median(found["seconds"][1:], axis=0)))
             learned[name] = judged(work, found)
-    for name in ("fedmll", *pythons):
+    for name in ("fedmll", "together", *pythons):
         if name not in commands:
-            print(f"| {optimizer} | {name} | does not install here | | | {GOALS[name]:g}× | | | |")
+            print(f"| {optimizer} | {name} | does not install here | | | | | | {GOALS[name]:g}× | | |")
             continue
         wall, cpu = (statistics.median(turn[kind] for turn in times[name]) for kind in (0, 1))
-        cells = [optimizer, name, f"{wall:.3f}", f"{cpu:.3f}", "", "", ""]
-        if name != "fedmll":
-            pairs = list(zip(times[name], times["fedmll"], strict=True))
-            faster = [statistics.median(a[kind] / b[kind] for a, b in pairs) for kind in (0, 1)]
+        called = f"fedmll, together = {options.together}" if name == "together" else name
+        cells = [optimizer, called, f"{wall:.3f}", f"{cpu:.3f}", "", "", "", "", ""]
+        if name in pythons:
+            pairs = [(kind, list(zip(times[name], times[ours], strict=True)))
+                     for ours in ("fedmll", "together") for kind in (0, 1)]  # fmt: skip
+            faster = [statistics.median(a[kind] / b[kind] for a, b in turns) for kind, turns in pairs]
             cells[1] += f" {version_of(pythons[name], name)}"
-            cells[4:] = [f"{faster[0]:.2f}×", f"{GOALS[name]:g}×", f"{faster[1]:.2f}×"]
+            cells[4:] = [*(f"{ratio:.2f}×" for ratio in faster), f"{GOALS[name]:g}×"]
         print("| " + " | ".join([*cells, f"{learned[name][0]:.4f}", f"{learned[name][1]:.1f}"]) + " |", flush=True)
 
 
@@ -183,9 +189,9 @@ class Clock(Observer):
             self.times.append(now())
 
 
-def fedmll_program(work: Path, setting: Path, result: Path) -> None:
-    clock = Clock()
-    found = run(experiment_of(work, json.loads(setting.read_text())), observer=clock)
+def fedmll_program(work: Path, setting: Path, result: Path, together: int | None) -> None:
+    clock, made = Clock(), experiment_of(work, json.loads(setting.read_text()))
+    found = run(made.changed({"training.together": together}), observer=clock)
     final = dict(zip(NAMES, (tensor.numpy() for tensor in found.weights.values()), strict=True))
     np.savez(result, seconds=np.diff(clock.times, axis=0), **final)
 
