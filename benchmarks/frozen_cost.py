@@ -53,7 +53,7 @@ def measured(options: argparse.Namespace) -> bool:
 
     plain, _ = seconds(lambda: inference(learner, images))
     parts = {"train": data.train}
-    kept, found = seconds(lambda: with_tokens(learner.task, learner.model.backbone, parts, silent))
+    kept, found = seconds(lambda: with_tokens(learner.task, learner.model, parts, silent))
     on_tokens = replace(data, **found)
     print(f"plain inference pass {plain:.1f} s, cache {kept:.1f} s (CPU)")
     heads = min(seconds(lambda: one_round(learner, on_tokens))[0] for _ in range(3))

@@ -208,6 +208,8 @@ def plain_round(case: Case, engine: LocalEngine) -> float:
     data, model = engine.federation.train, engine.method.model()
     if case.samples is not None:
         model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 20))  # type: ignore[assignment]
+    else:
+        model.backbone.means_kept = engine.learner.model.backbone.means_kept  # the same inputs
     store = data.store if data.tokens is None else data.tokens[0]
     clients = [(torch.from_numpy(store[data.rows[rows]]), torch.from_numpy(data.labels[rows]).float())
                for rows in engine.federation.samples]  # fmt: skip

@@ -40,8 +40,11 @@ def learner_with_data(**changes: Any) -> tuple[Learner, Any]:
     return learner, learner.federation(data)
 
 
+ATTENDING = {"method__name": "fednca-ml", "model__channels": (6, 16)}  # its head sees every token
+
+
 def test_kept_tokens_are_the_network_s_to_fp16_rounding(cache: Path) -> None:
-    learner, data = learner_with_data()
+    learner, data = learner_with_data(**ATTENDING)
     backbone = learner.model.backbone.eval()
     images = learner.task.inputs(torch.from_numpy(data.test.samples(slice(0, 40))))
     with torch.no_grad():
@@ -51,6 +54,37 @@ def test_kept_tokens_are_the_network_s_to_fp16_rounding(cache: Path) -> None:
     torch.testing.assert_close(kept.float(), exact, atol=2e-3, rtol=1e-3)
     with torch.no_grad():  # and a network that sees the images themselves agrees with one that sees tokens
         torch.testing.assert_close(learner.model(images), learner.model(kept), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "means"),
+    [
+        ({}, True),
+        ({"method__name": "fednca-ml", "method__ladm": False, "method__etf": False, "model__channels": (6, 16)}, True),
+        ({"model__views": 3, "training__augment": "crop-flip"}, True),
+        ({"model__width": 8}, False),  # the neck comes before the mean
+        (ATTENDING, False),
+    ],
+)
+def test_where_a_head_needs_their_mean_alone_the_means_are_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], means: bool
+) -> None:
+    """With the bits that the head makes of the tokens, so that nothing else changes."""
+    learner, data = learner_with_data(**changes)
+    found = data.train.tokens
+    assert (found.ndim, found.dtype) == ((3, np.float32) if means else (5, np.float16))
+    assert learner.model.backbone.means_kept == means
+    trained = run(experiment(**FROZEN | changes)).weights
+    monkeypatch.setattr(type(learner.model), "pools", property(lambda self: False))
+    whole, tokens = learner_with_data(**changes)
+    assert tokens.train.tokens.ndim == 5
+    batches = [
+        torch.cat([part.model.features(learner.task.seen(part_data.test, slice(s, s + 7))) for s in range(0, 70, 7)])
+        for part, part_data in ((learner, data), (whole, tokens))
+    ]
+    assert torch.equal(*batches)
+    for name, tensor in run(experiment(**FROZEN | changes)).weights.items():
+        assert torch.equal(tensor, trained[name]), name
 
 
 @pytest.mark.parametrize(
@@ -195,19 +229,20 @@ def test_a_resumed_run_has_the_same_bits_with_a_warm_and_a_cold_cache(cache: Pat
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
 
 
-def test_what_a_killed_process_left_of_a_cache_is_not_used(cache: Path) -> None:
-    """A half-filled file of another process, and one that a failing disk cut short."""
-    _, data = learner_with_data()
+@pytest.mark.parametrize("changes", [{}, ATTENDING])
+def test_what_a_killed_process_left_of_a_cache_is_not_used(cache: Path, changes: dict[str, Any]) -> None:
+    """A half-filled file of another process, and one that a failing disk cut short; of means, and of tokens."""
+    _, data = learner_with_data(**changes)
     expected = np.array(data.train.tokens)
     (kept,) = [path for path in cache.glob("*.npy") if np.load(path, mmap_mode="r").shape == expected.shape]
     whole = kept.read_bytes()
     kept.unlink()
     leftover = cache / f".{kept.name}.1-x.tmp"
     leftover.write_bytes(whole[: len(whole) // 2])
-    np.testing.assert_array_equal(learner_with_data()[1].train.tokens, expected)
+    np.testing.assert_array_equal(learner_with_data(**changes)[1].train.tokens, expected)
     assert not leftover.exists()
     kept.write_bytes(whole[:-100])
-    np.testing.assert_array_equal(learner_with_data()[1].train.tokens, expected)
+    np.testing.assert_array_equal(learner_with_data(**changes)[1].train.tokens, expected)
 
 
 def test_a_finished_run_predicts_from_images(cache: Path, tmp_path: Path) -> None:

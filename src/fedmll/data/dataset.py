@@ -32,7 +32,8 @@ class Dataset:
     labels   int8 (N, C), the targets of the N samples in the order of `rows`: 1 present, 0 absent, -1 unknown
     rows     int64 (N,), the place of each sample in the store
     groups   (N,) strings, the client that a sample comes from, if the source says
-    tokens   fp16 (views, M, width, rows, columns), what a frozen backbone makes of the store; view 0 is as it is
+    tokens   fp16 (views, M, width, rows, columns), what a frozen backbone makes of the store; view 0 is as it is.
+             Where a head needs their mean alone: float32 (views, M, width)
     patients (N,) strings, whose sample it is (`data.group`, else a packed file's own `patient`), if the source says
     files    (M,) strings, the image file of each sample of the store, if the source says
     """
@@ -43,7 +44,7 @@ class Dataset:
     rows: NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
     groups: NDArray[np.str_] | None = None
     patients: NDArray[np.str_] | None = None
-    tokens: NDArray[np.float16] | None = None
+    tokens: NDArray[np.float16] | NDArray[np.float32] | None = None
     files: NDArray[np.str_] | None = None
 
     def __post_init__(self) -> None:
@@ -102,10 +103,12 @@ class Dataset:
         """The raw samples at `positions`, gathered from the store: the one place where data is copied."""
         return self.store[self.rows[positions]]
 
-    def kept(self, positions: NDArray[np.integer] | slice, views: NDArray[np.integer] | int = 0) -> NDArray[np.float16]:
+    def kept(
+        self, positions: NDArray[np.integer] | slice, views: NDArray[np.integer] | int = 0
+    ) -> NDArray[np.float16] | NDArray[np.float32]:
         """The tokens of these samples, of one view or of a view for each."""
         assert self.tokens is not None
-        found: NDArray[np.float16] = self.tokens[views, self.rows[positions]]
+        found: NDArray[np.float16] | NDArray[np.float32] = self.tokens[views, self.rows[positions]]
         return found
 
 

@@ -98,7 +98,7 @@ class SiteWorker:
             self.learner = Learner(replace(task, classes=self.data.train.classes))
             parts = {"train": self.data.train, "held_out": self.data.held_out}
             self.digest = digest_of({"training": self.data.train, "held-out": self.data.held_out}, every_image=True)
-            self.data = replace(self.data, **with_tokens(task, self.learner.model.backbone, parts, silent))
+            self.data = replace(self.data, **with_tokens(task, self.learner.model, parts, silent))
         self.memory = MemoryStore(self.folder)
 
     def _agree(self, setup: Setup, task: Task, share: float, show: Callable[[str], None]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedmll.client import EVALUATION_BATCH, Client, Peer, Step, Work, under
@@ -23,7 +22,7 @@ from fedmll.errors import ClientError
 from fedmll.message import Message, Tensors
 from fedmll.methods import make
 from fedmll.methods.contract import Part
-from fedmll.models.backbones import Backbone, pixel_scale
+from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat import FlatWeights, frozen_tensors
 from fedmll.models.frozen import WHOLE, kept_tokens
 from fedmll.models.network import Network
@@ -49,7 +48,7 @@ class Learner:
     def federation(self, data: Federation, progress: Progress = silent) -> Federation:
         """With what a frozen backbone makes of its data."""
         parts = {name: getattr(data, name) for name in ("train", "test", "validation", "held_out", "source")}
-        return replace(data, **with_tokens(self.task, self.model.backbone, parts, progress))
+        return replace(data, **with_tokens(self.task, self.model, parts, progress))
 
     def peers(self, data: Federation) -> list[Peer]:
         """The clients as the server knows them. A pooled method has one, with everything."""
@@ -207,10 +206,11 @@ class Learner:
 
 
 def with_tokens(
-    task: Task, backbone: Backbone, parts: Mapping[str, Dataset | None], progress: Progress
+    task: Task, network: Network, parts: Mapping[str, Dataset | None], progress: Progress
 ) -> dict[str, Any]:
     """The datasets with what a frozen backbone makes of them, computed once a store; as they are for any other."""
-    model, kept = task.experiment.model, dict[int, NDArray[np.float16]]()
+    model, kept, backbone = task.experiment.model, dict[int, Any](), network.backbone
+    means = network.pools and backbone.neck is None
 
     def attached(data: Dataset | None) -> Dataset | None:
         if data is None or not data.is_images or not len(data.store):
@@ -218,7 +218,7 @@ def with_tokens(
         if id(data.store) not in kept:
             recipe, scale = task.experiment.training.augment, pixel_scale(model, task.sample_shape[0])
             kept[id(data.store)] = kept_tokens(
-                backbone, data.store, recipe, model.views, task.seed, task.normalise, scale, progress
+                backbone, data.store, recipe, model.views, task.seed, task.normalise, scale, progress, means=means
             )
         return replace(data, tokens=kept[id(data.store)])
 

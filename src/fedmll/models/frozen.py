@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ from fedmll.settings import Model
 AT_ONCE = 16  # images a pass: beyond it the C library maps and clears the memory of every layer anew (from 32 MB on)
 WHOLE = "backbone"
 
+AVERAGED = 256  # images
 Tokens = NDArray[np.float16]  # (views, images, width, rows, columns); view 0 is without augmentation
+Means = NDArray[np.float32]  # (views, images, width)
 
 
 def fit_out(backbone: Backbone, model: Model, seed: int) -> Backbone:
@@ -59,9 +62,12 @@ def fit_out(backbone: Backbone, model: Model, seed: int) -> Backbone:
 
 
 def tokens_of(backbone: Backbone, images: Tensor) -> Tensor:
-    """What heads see of images, or of tokens that were kept (fp16): a map, or of vectors (batch, width)."""
+    """What heads see of images, or of tokens that were kept (fp16): a map; of vectors, and of means that were kept,
+    (batch, width)."""
     if images.dtype == torch.float16:
         tokens = images.float()
+    elif backbone.means_kept and images.dim() == 2:
+        return images
     else:
         tokens = backbone(images)
         if backbone.whole_is_frozen:
@@ -76,13 +82,21 @@ def as_map(vectors: Tensor) -> Tensor:
     return vectors[:, :, None, None]
 
 
+def pooled(tokens: Tensor) -> Tensor:
+    """The mean over a map (batch, width, rows, columns); a map of one token is that token, and so is a vector."""
+    if tokens.dim() == 2:
+        return tokens
+    return tokens.flatten(1) if tokens.shape[2:] == (1, 1) else tokens.mean((2, 3))
+
+
 def kept_tokens(
     backbone: Backbone, store: NDArray[Any], recipe: str, views: int, seed: int,
-    normalise: Callable[[Tensor], Tensor], scale: object, progress: Progress = silent,
-) -> Tokens:  # fmt: skip
+    normalise: Callable[[Tensor], Tensor], scale: object, progress: Progress = silent, *, means: bool = False,
+) -> Tokens | Means:  # fmt: skip
     """Of every image of a store. View v > 0 of image i is augmented by `recipe`; it depends on the seed, v and i.
 
     normalise   pixels in [0, 1] → what the backbone takes, as `scale` says
+    means       not the tokens but their means, with the bits that a head would make of the tokens in every step
     """
     backbone.eval()
     device = next(backbone.parameters()).device
@@ -91,7 +105,25 @@ def kept_tokens(
     drawn = (recipe, seed, AT_ONCE, _code(registry.find("augmentation", recipe))) if views > 1 else ()
     key = content_key("tokens", store_key(store), _digest(backbone), _code(type(backbone)), scale, views, *drawn)
     fill = _Filling(backbone, store, recipe, views, seed, normalise, progress)
-    return cached(key, lambda: ((views, len(store), *shape), fill), progress, "features", np.float16)
+
+    def tokens() -> Tokens:
+        return cached(key, lambda: ((views, len(store), *shape), fill), progress, "features", np.float16)
+
+    if not means:
+        return tokens()
+    backbone.means_kept = True
+    return cached(content_key("means", key), lambda: _averaged(tokens()), progress, "features", np.float32)
+
+
+def _averaged(tokens: Tokens) -> tuple[tuple[int, ...], Callable[[Means], None]]:
+    """The shape of their means, and what fills them in."""
+
+    def fill(found: Means) -> None:
+        for view, start in product(range(len(tokens)), range(0, tokens.shape[1], AVERAGED)):
+            rows = slice(start, start + AVERAGED)
+            found[view, rows] = pooled(torch.from_numpy(np.array(tokens[view, rows])).float()).numpy()
+
+    return tokens.shape[:3], fill
 
 
 @dataclass(frozen=True)

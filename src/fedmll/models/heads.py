@@ -195,6 +195,10 @@ class PrototypeClassifier(Network):
             self.bias = None
         self.scale = None if logit_scale is None else nn.Parameter(torch.tensor([float(logit_scale)]))
 
+    @property
+    def pools(self) -> bool:
+        return self.ladm is None
+
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         if self.ladm is None:
             return super().features(images)

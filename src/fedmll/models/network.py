@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fedmll.models.backbones import Backbone
-from fedmll.models.frozen import as_map, tokens_of
+from fedmll.models.frozen import as_map, pooled, tokens_of
 
 CLASSIFIER_ROWS = "classifier rows"  # among a network's class vectors
 
@@ -29,6 +29,11 @@ class Network(nn.Module):
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         """`states` (batch, classes) are what is known of the labels (1, 0, -1 unknown), for heads that can use it."""
         return pooled(tokens_of(self.backbone, images))
+
+    @property
+    def pools(self) -> bool:
+        """Whether its features need nothing of the tokens but their mean."""
+        return False
 
     def logits(self, features: Tensor) -> Tensor:
         raise NotImplementedError
@@ -54,16 +59,13 @@ class Classifier(Network):
         super().__init__(backbone)
         self.head = nn.Linear(backbone.width, classes)
 
+    @property
+    def pools(self) -> bool:
+        return True
+
     def logits(self, features: Tensor) -> Tensor:
         logits: Tensor = self.head(features)
         return logits
 
     def class_vectors(self) -> dict[str, Tensor]:
         return {CLASSIFIER_ROWS: self.head.weight}
-
-
-def pooled(tokens: Tensor) -> Tensor:
-    """The mean over a map (batch, width, rows, columns); a map of one token is that token, and so is a vector."""
-    if tokens.dim() == 2:
-        return tokens
-    return tokens.flatten(1) if tokens.shape[2:] == (1, 1) else tokens.mean((2, 3))

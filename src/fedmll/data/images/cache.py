@@ -138,7 +138,7 @@ def _mapped(path: Path, kind: Any) -> NDArray[Any] | None:
         return None
     except OSError as error:
         raise _unusable(path.parent, error) from None
-    return images if images.dtype == kind and images.ndim >= 4 else None
+    return images if images.dtype == kind and images.ndim >= 3 else None
 
 
 def _read_facts(path: Path) -> dict[str, Any] | None:

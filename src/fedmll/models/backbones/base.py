@@ -31,6 +31,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.neck: nn.Module | None = None  # between tokens and head (models/frozen.py)
         self.frozen: tuple[nn.Module, ...] = ()  # of its stages
+        self.means_kept = False  # what comes in as vectors are means of its own tokens (models/frozen.py)
 
     @property
     def layout(self) -> dict[str, Any] | None:
