@@ -106,10 +106,9 @@ class Client:
         for _ in range(training.local_epochs):
             order = shuffle.permutation(count)
             rows = torch.from_numpy(order)
-            targets = self.targets.index_select(0, rows.to(self.task.device)).tensor_split(cuts)
-            raw = self._raw(order)
-            parts = [None] * len(targets) if raw is None else raw.tensor_split(cuts)
-            for places, known, part in zip(rows.tensor_split(cuts), targets, parts, strict=True):
+            targets, raw = self.targets.index_select(0, rows.to(self.task.device)), self._raw(order)
+            parts = [None] * (len(cuts) + 1) if raw is None else _cut(raw, cuts)
+            for places, known, part in zip(_cut(rows, cuts), _cut(targets, cuts), parts, strict=True):
                 yield Batch(self.task, self.data, places, known, training.augment, views, part)
 
     def _raw(self, order: NDArray[np.int64]) -> Tensor | None:
@@ -130,6 +129,10 @@ class Client:
     def _batch(self, places: Tensor, recipe: str, generator: torch.Generator) -> Batch:
         targets = self.targets.index_select(0, places.to(self.task.device))  # six times faster than targets[places]
         return Batch(self.task, self.data, places, targets, recipe, generator)
+
+
+def _cut(tensor: Tensor, places: list[int]) -> Sequence[Tensor]:
+    return tensor.tensor_split(places) if places else (tensor,)
 
 
 @dataclass(frozen=True)

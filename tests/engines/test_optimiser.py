@@ -36,7 +36,7 @@ def teach(own: list[nn.Parameter], step: int, without: int | None = None) -> Non
 def test_every_step_has_the_bits_of_torchs_optimiser(kind: str) -> None:
     changes, torchs = KINDS[kind]
     own, theirs = parameters(), parameters()
-    optimiser = Optimiser(Training(lr=0.05, weight_decay=0.1, **changes), own, {})
+    optimiser = Optimiser(Training(lr=0.05, weight_decay=0.1, **changes), own)
     reference = torchs(theirs, lr=0.05, weight_decay=0.1, fused=True)
     for step in range(5):
         without = 1 if step else None  # from the second step on one has no gradient, and is not even decayed
@@ -49,12 +49,33 @@ def test_every_step_has_the_bits_of_torchs_optimiser(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_next_client_starts_afresh(kind: str) -> None:
+    training = Training(lr=0.05, **KINDS[kind][0])
+    own, fresh = parameters(), parameters()
+    optimiser = Optimiser(training, own)
+    for step in range(3):
+        teach(own, step)
+        optimiser.step()
+    with torch.no_grad():
+        for parameter, start in zip(own, fresh, strict=True):
+            parameter.copy_(start)
+    optimiser.begin({})
+    assert optimiser.state() == {}
+    for each, its in ((own, optimiser), (fresh, Optimiser(training, fresh))):
+        for step in range(3):
+            teach(each, step, without=None if step else 1)
+            its.step()
+    assert all(torch.equal(a, b) for a, b in zip(own, fresh, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_it_kept_goes_on_where_it_ended(kind: str) -> None:
     training = Training(lr=0.05, **KINDS[kind][0])
     own, broken = parameters(), parameters()
-    whole, memory = Optimiser(training, own, {}), Tensors()
+    whole, memory = Optimiser(training, own), Tensors()
+    interrupted = Optimiser(training, broken)
     for step in range(4):
-        interrupted = Optimiser(training, broken, memory)
+        interrupted.begin(memory)
         for each, optimiser in ((own, whole), (broken, interrupted)):
             teach(each, step)
             optimiser.step()
@@ -66,7 +87,7 @@ def test_what_it_kept_goes_on_where_it_ended(kind: str) -> None:
 def test_a_parameter_that_gets_its_first_gradient_late_starts_its_momentum_then() -> None:
     own = parameters()
     start = own[1].detach().clone()
-    optimiser = Optimiser(Training(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.0), own, {})
+    optimiser = Optimiser(Training(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.0), own)
     gradients = list[Tensor]()
     for step in range(3):
         teach(own, step, without=None if step else 1)

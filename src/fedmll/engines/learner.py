@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ class Learner:
         self.shaping, self.teaching, self.adjusting, self.stepping = map(
             self.method.overriding, ("shape", "term", "adjust", "stepped")
         )
+
+    @cached_property
+    def optimiser(self) -> Optimiser:
+        return Optimiser(self.task.experiment.training, self.weights.parameters)
 
     def federation(self, data: Federation, progress: Progress = silent) -> Federation:
         """With what a frozen backbone makes of its data."""
@@ -174,7 +179,9 @@ class Learner:
         """The local epochs; gives the sum of the losses."""
         client, fixed = work.client, work.fixed
         parameters, clip = client.weights.parameters, self.task.experiment.training.clip
-        optimiser = Optimiser(self.task.experiment.training, parameters, work.memory(OPTIMIZER))
+        own = client.weights is self.weights
+        optimiser = self.optimiser if own else Optimiser(self.task.experiment.training, parameters)
+        optimiser.begin(work.memory(OPTIMIZER))
         losses = list[Tensor]()
         self._training_mode(client.model)
         for batch in client.batches():

@@ -3,6 +3,8 @@ Python that torch has around them costs more than the arithmetic; the kernels, a
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -15,29 +17,37 @@ MOMENTUM, COUNT, MEAN, SQUARE = "momentum_buffer", "step", "exp_avg", "exp_avg_s
 
 def backward(loss: Tensor) -> None:
     """loss.backward(): 16 µs instead of 50 for a graph of one node."""
-    one = torch.ones((), device=loss.device)
     torch.autograd.Variable._execution_engine.run_backward(
-        (loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        (loss,), (_one(loss.device),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
-class Optimiser:
-    """torch's SGD, Adam or AdamW. A parameter without a gradient stays as it is."""
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
-    def __init__(self, training: Training, parameters: list[nn.Parameter], memory: Tensors) -> None:
-        """`memory`: what `state` gave at the end of the client's last round; empty for a fresh one."""
+
+class Optimiser:
+    """torch's SGD, Adam or AdamW of one client after the other. A parameter without a gradient stays as it is."""
+
+    def __init__(self, training: Training, parameters: list[nn.Parameter]) -> None:
         self.training, self.parameters = training, parameters
         self.values = [parameter.data for parameter in parameters]
-        self.kept: list[Tensors] = [{} for _ in parameters]
-        if training.optimizer != "sgd":
-            self.steps = torch.zeros(len(parameters), device=parameters[0].device)
-            self.counts = self.steps.unbind()
+        kinds = (MEAN, SQUARE) if training.optimizer != "sgd" else (MOMENTUM,) if training.momentum else ()
+        self.kept = {kind: [torch.zeros_like(value) for value in self.values] for kind in kinds}
+        self.steps = torch.zeros(len(parameters), device=parameters[0].device)
+        self.counts = self.steps.unbind()
+        self.started = set[int]()  # the parameters that have had a gradient
+
+    def begin(self, memory: Tensors) -> None:
+        """`memory`: what `state` gave at the end of the client's last round; empty for a fresh one."""
+        self.steps.zero_()
+        for tensors in self.kept.values():
+            torch._foreach_zero_(tensors)
+        self.started = {int(name.partition(".")[0]) for name in memory}
         for name, value in memory.items():
-            number, _, key = name.partition(".")
-            if key == COUNT:
-                self.counts[int(number)].copy_(value)
-            else:
-                self.kept[int(number)][key] = value
+            number, _, kind = name.partition(".")
+            (self.counts if kind == COUNT else self.kept[kind])[int(number)].copy_(value)
 
     def step(self) -> None:
         """Takes the parameters' gradients: there are none afterwards."""
@@ -51,24 +61,22 @@ class Optimiser:
             self._descend(moved, gradients)
         else:
             self._adapt(moved, gradients)
+        self.started.update(moved)
 
     def state(self) -> Tensors:
-        """By the parameter's number and torch's name; counts are copied: a file's tensors share no memory."""
-        found = {f"{number}.{name}": value for number, own in enumerate(self.kept) for name, value in own.items()}
-        adapting = [number for number, own in enumerate(self.kept) if MEAN in own]
-        return found | {f"{number}.{COUNT}": self.counts[number].clone() for number in adapting}
+        """By the parameter's number and torch's name; copies."""
+        started, count = sorted(self.started), self.training.optimizer != "sgd"
+        found = {f"{n}.{kind}": tensors[n].clone() for kind, tensors in self.kept.items() for n in started}
+        return found | ({f"{n}.{COUNT}": self.counts[n].clone() for n in started} if count else {})
 
     def _descend(self, moved: list[int], gradients: list[Tensor]) -> None:
-        training = self.training
-        first = [number for number in moved if MOMENTUM not in self.kept[number]] if training.momentum else []
-        for number in first:
-            self.kept[number][MOMENTUM] = torch.empty_like(self.values[number])
-        for begins in {number in first for number in moved}:
-            chosen = [place for place, number in enumerate(moved) if (number in first) == begins]
+        training, buffers = self.training, self.kept.get(MOMENTUM)
+        for begins in {number not in self.started for number in moved} if buffers else {False}:
+            chosen = [p for p, number in enumerate(moved) if buffers is None or (number not in self.started) == begins]
             torch._fused_sgd_(
                 [self.values[moved[place]] for place in chosen],
                 [gradients[place] for place in chosen],
-                [self.kept[moved[place]][MOMENTUM] for place in chosen] if training.momentum else [],
+                [buffers[moved[place]] for place in chosen] if buffers else [],
                 weight_decay=training.weight_decay,
                 momentum=training.momentum,
                 lr=training.lr,
@@ -79,9 +87,6 @@ class Optimiser:
             )
 
     def _adapt(self, moved: list[int], gradients: list[Tensor]) -> None:
-        for number in moved:
-            if not self.kept[number]:
-                self.kept[number] = {name: torch.zeros_like(self.values[number]) for name in (MEAN, SQUARE)}
         if len(moved) == len(self.counts):
             self.steps.add_(1)
         else:
@@ -92,8 +97,8 @@ class Optimiser:
         kernel(
             [self.values[number] for number in moved],
             gradients,
-            [self.kept[number][MEAN] for number in moved],
-            [self.kept[number][SQUARE] for number in moved],
+            [self.kept[MEAN][number] for number in moved],
+            [self.kept[SQUARE][number] for number in moved],
             [],
             [self.counts[number] for number in moved],
             amsgrad=False,

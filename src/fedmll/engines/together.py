@@ -103,7 +103,7 @@ class Together:
         self.fixed = Fixed(works, list(dict.fromkeys([*teaching, *adjusting])))
         self.module = LossOf(self.client, loss, self.fixed)
         self.own = [nn.Parameter(vector[: self.end]) for vector in self.vectors.unbind()]
-        self.optimiser = Optimiser(self.training, self.own, {})
+        self.optimiser = Optimiser(self.training, self.own)
 
     def learn(self) -> None:
         """`vectors` and `losses` are then those of the trained clients."""
