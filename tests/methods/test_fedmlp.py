@@ -16,6 +16,7 @@ from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
 from fedmll.methods.parts.prototypes import local_prototypes
 from fedmll.methods.parts.semi_supervised import log_prior_odds
+from fedmll.methods.parts.tags import Tags
 from fedmll.testing import loss_of, merge, peer_of, reply_of, step_of, work_of
 
 # Eq. 3 and 4
@@ -206,10 +207,13 @@ def test_audit_counts_true_tags() -> None:
     learner, _ = make({})
     tags = torch.tensor([[1, -1, 0], [1, 0, -1], [0, -1, 1]], dtype=torch.int8)
     truth = torch.tensor([[1, 1, 0], [0, 0, 1], [1, 0, -1]], dtype=torch.int8)  # an unknown truth is not judged
-    records = learner.method.audit(lambda: [({"tags/tags": tags}, truth), ({}, truth), ({"tags/tags": tags}, truth)])
+    part = learner.method.part(Tags)
+    counts = part.audit({"tags": tags}, truth)
+    assert counts is not None and part.audit({}, truth) is None
+    records = part.audited(counts + counts)
     assert records["tag_precision_1"] == 50
     np.testing.assert_allclose(records["tag_precision_0"], 100 * 2 / 3)
     np.testing.assert_allclose(records["tag_precision"], 60)
     assert records["tags_made"].tolist() == [[2, 2, 2], [4, 0, 0]]
     assert records["tags_true"].tolist() == [[0, 2, 2], [2, 0, 0]]
-    assert learner.method.audit(lambda: [({}, truth)]) == {}
+    assert part.audited(torch.zeros_like(counts)) == {}

@@ -12,6 +12,7 @@ from fedmll.client import Peer, Reply
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress
 from fedmll.engines.learner import Learner
+from fedmll.engines.memory import Versions
 from fedmll.evaluation.pooled import Evaluation
 from fedmll.message import Message, Tensors
 
@@ -24,7 +25,10 @@ class Memories(Protocol):
     def sync(self) -> None:
         """What was written is on the disk when this returns."""
 
-    def keep_only(self, versions: set[tuple[int, int]] | None) -> None: ...
+    def keep_only(self, versions: Versions | None) -> None: ...
+
+    def checkpointed(self, kept: Callable[[], Versions | None]) -> None:
+        """A checkpoint was saved; `kept` reads from the disk what it and the one before it refer to."""
 
 
 class Engine(Protocol):

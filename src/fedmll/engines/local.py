@@ -17,6 +17,7 @@ from fedmll.client import EVALUATION_BATCH, Peer, Reply, under
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, silent
+from fedmll.engines.audits import Audits
 from fedmll.engines.learner import Learner
 from fedmll.engines.memory import MemoryStore
 from fedmll.engines.pool import Job, Pool
@@ -44,6 +45,7 @@ class LocalEngine:
         self.method = self.learner.method
         self.federation = federation = self.learner.federation(federation, progress)
         self.memory = MemoryStore(memory_folder)
+        self.audits = Audits(self.method, federation, self.memory)
         self.datasets = federation.evaluated
         self.bytes_down = self.bytes_up = 0
         self.peers = self.learner.peers(federation)
@@ -131,16 +133,7 @@ class LocalEngine:
 
     def audit(self) -> dict[str, float | Tensor]:
         """What the method says of its clients' memories beside the truth, which only a simulation has."""
-        if self.method.pooled:
-            return {}  # it has the truth itself
-        data, memory = self.federation, self.memory
-        latest = sorted(memory.latest.items())
-        return self.method.audit(
-            lambda: (
-                (memory.read(memory.path(*version)), torch.from_numpy(data.truth[data.samples[version[0]]]))
-                for version in latest
-            )
-        )
+        return self.audits.records()
 
     def close(self) -> None:
         if self.pool is not None:

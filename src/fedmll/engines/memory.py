@@ -3,6 +3,7 @@ finds each client as it was at the last checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -10,12 +11,17 @@ from safetensors.torch import load_file, save_file
 from fedmll import files
 from fedmll.message import Tensors
 
+KEPT = 2  # checkpoints
+Versions = set[tuple[int, int]]  # of memories: client and round
+
 
 class MemoryStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.latest: dict[int, int] = {}  # client → the round of its newest memory
         self.unsynced = False
+        self.replaced: tuple[list[Path], ...] = tuple([] for _ in range(KEPT))  # since a checkpoint, the newest first
+        self.keeps_all = False
 
     def path(self, client: int, round: int) -> Path:
         return self.folder / _name(client, round)
@@ -30,6 +36,8 @@ class MemoryStore:
                 save_file({name: tensor.contiguous() for name, tensor in memory.items()}, temporary)
 
     def written(self, client: int, round: int) -> None:
+        if self.latest.get(client, round) != round:
+            self.replaced[0].append(self.path(client, self.latest[client]))
         self.latest[client] = round
         self.unsynced = True
 
@@ -39,13 +47,23 @@ class MemoryStore:
             files.sync_disk(self.folder)
             self.unsynced = False
 
-    def keep_only(self, versions: set[tuple[int, int]] | None) -> None:
+    def keep_only(self, versions: Versions | None) -> None:
         """Delete every memory that no checkpoint (and nobody now) refers to. None: it is not known which, keep all."""
+        self.keeps_all = versions is None
         if versions is not None and self.folder.is_dir():
             wanted = {_name(*version) for version in versions}
             for path in self.folder.glob("[0-9]*.[0-9]*.safetensors"):
                 if path.name not in wanted:
                     path.unlink()
+
+    def checkpointed(self, kept: Callable[[], Versions | None]) -> None:
+        """Delete what was replaced before the oldest checkpoint that is kept: only that is looked at, and not the files
+        of all clients. What is then left over goes with the next `keep_only`."""
+        *younger, oldest = self.replaced
+        if not self.keeps_all:
+            for path in oldest:
+                path.unlink(missing_ok=True)
+        self.replaced = ([], *younger)
 
 
 def _name(client: int, round: int) -> str:

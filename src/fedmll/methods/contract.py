@@ -9,7 +9,7 @@ is stored, resumed and checked without a line of the part's. A part does not kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -178,9 +178,14 @@ class Part(Piece):
     def deploy(self, state: Tensors, message: Message) -> None:
         """Change or add to what is needed to predict with the global model."""
 
-    def audit(self, memories: Iterable[tuple[Tensors, Tensor]]) -> Records:
+    def audit(self, memory: Tensors, truth: Tensor) -> Tensor | None:
         """Only a simulation calls this: it alone knows the true targets (samples, classes) of a client beside what the
-        client remembers. Nothing of it goes back to a client or into the state."""
+        client remembers. Counts, which are summed over all clients that have something to count; nothing of them goes
+        back to a client or into the state."""
+        return None
+
+    def audited(self, total: Tensor) -> Records:
+        """What is worth writing down of the sum."""
         return {}
 
     # ---- the client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from fedmll import registry
 from fedmll.client import Peer, under
 from fedmll.errors import ConfigError
 from fedmll.message import Message, Tensors
-from fedmll.methods.contract import AUTO, Found, Head, Like, Part, PartOptions, Piece, Records, refuse_unlike
+from fedmll.methods.contract import AUTO, Found, Head, Like, Part, PartOptions, Piece, refuse_unlike
 from fedmll.methods.heads import Linear
 from fedmll.methods.merging import Merging
 from fedmll.methods.parts.basic import Absent, Mean
@@ -277,13 +277,6 @@ class Method:
         for part in self.list:
             part.deploy(self.own(part, state), message)
         return message
-
-    def audit(self, memories: Callable[[], Iterable[tuple[Tensors, Tensor]]]) -> Records:
-        """`memories` gives the stream again for every part that asks."""
-        records: Records = {}
-        for part in self.overriding("audit"):
-            records |= part.audit((self.own(part, memory), truth) for memory, truth in memories())
-        return records
 
     # ---- names: the average's tensors are the weights themselves, everybody else's are under the part's name
 

@@ -16,11 +16,11 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from fedmll import files
+from fedmll.engines.memory import KEPT, Versions
 from fedmll.errors import CheckpointError
 from fedmll.message import Tensors
 
 VERSION = 3  # 3: what a method's parts keep is under their names
-KEPT = 2
 DAMAGED = ".damaged"
 
 
@@ -93,11 +93,11 @@ def _refuse_stranger(path: Path, facts: dict[str, Any], fingerprint: str) -> Non
         )
 
 
-def memories(folder: Path) -> set[tuple[int, int]] | None:
+def memories(folder: Path) -> Versions | None:
     """(client, round) of every memory that a kept checkpoint refers to; None: a damaged one may refer to any."""
     if any(folder.glob(f"*{DAMAGED}")):
         return None
-    found: set[tuple[int, int]] = set()
+    found = Versions()
     for path in folder.glob("*.json"):
         facts = _facts(path)
         if facts is None:

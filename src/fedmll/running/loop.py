@@ -240,7 +240,10 @@ class _Run:
         fingerprint = self.experiment.fingerprint()
         memory.sync()
         checkpoint.save(self.checkpoints, Checkpoint(number, tensors, fingerprint, self.best, memory.latest))
-        memory.keep_only(checkpoint.memories(self.checkpoints))
+        if number == self.experiment.training.rounds:
+            memory.keep_only(checkpoint.memories(self.checkpoints))
+        else:
+            memory.checkpointed(lambda: checkpoint.memories(self.checkpoints))
 
     def _finish(self, state: Tensors) -> Result:
         engine, method = self.engine, self.engine.learner.method

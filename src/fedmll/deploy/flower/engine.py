@@ -30,6 +30,7 @@ from fedmll.deploy.flower.site_app import BYE, EVALUATE, MODEL, TRAIN
 from fedmll.deploy.handing import Own
 from fedmll.engines.learner import Learner
 from fedmll.engines.local import choose_device
+from fedmll.engines.memory import Versions
 from fedmll.errors import RoundSpoilt, TooFewReplies, printable
 from fedmll.evaluation import metrics
 from fedmll.evaluation.counted import Counted
@@ -49,13 +50,16 @@ class SiteMemories:
     """Memories are on the clients' disks; the server knows which round's each one's is, and which must be kept."""
 
     latest: dict[int, int] = field(default_factory=dict)
-    kept: set[tuple[int, int]] | None = field(default_factory=set)  # None: all
+    kept: Versions | None = field(default_factory=set)  # None: all
 
     def sync(self) -> None:
         """A site's memory is on its disk before it replies."""
 
-    def keep_only(self, versions: set[tuple[int, int]] | None) -> None:
+    def keep_only(self, versions: Versions | None) -> None:
         self.kept = versions
+
+    def checkpointed(self, kept: Callable[[], Versions | None]) -> None:
+        self.kept = kept()
 
     def of(self, client: int) -> dict[str, Any]:
         keep = None if self.kept is None else sorted(round for index, round in self.kept if index == client)

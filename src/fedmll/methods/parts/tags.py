@@ -3,7 +3,7 @@ annotated are tagged, for good, where the features are nearest to a class protot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -112,13 +112,16 @@ class Tags(Staged):
     def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
         return Tagging(self, state, round) if round >= self.options.first_stage else None
 
-    def audit(self, memories: Iterable[tuple[Tensors, Tensor]]) -> Records:
-        """How many tags there are and how many of them are true, in all and by (label, class)."""
-        count = right = torch.zeros(2, len(self.task.classes), dtype=torch.int64)
-        for memory, truth in memories:
-            if "tags" in memory:
-                said = torch.stack([(memory["tags"] == label) & (truth >= 0) for label in (0, 1)])
-                count, right = count + said.sum(1), right + (said & (memory["tags"] == truth)).sum(1)
+    def audit(self, memory: Tensors, truth: Tensor) -> Tensor | None:
+        """How many tags there are and how many of them are true: (2, label, class)."""
+        if "tags" not in memory:
+            return None
+        said = torch.stack([(memory["tags"] == label) & (truth >= 0) for label in (0, 1)])
+        return torch.stack([said.sum(1), (said & (memory["tags"] == truth)).sum(1)])
+
+    def audited(self, total: Tensor) -> Records:
+        """In all and by (label, class)."""
+        count, right = total
         if not count.any():
             return {}
         records: Records = {"tags_made": count, "tags_true": right}
