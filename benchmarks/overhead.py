@@ -3,6 +3,8 @@
     python benchmarks/overhead.py            all three tables, about half an hour on two cores
     python benchmarks/overhead.py --quick    fewer repetitions
     python benchmarks/overhead.py --cpu      only the first: CPU of the server and one worker against the loop
+    python benchmarks/overhead.py --together clients trained at once (training.together) against one after the other,
+                                             also where it is refused because it does not pay
 
 The loop is what one would write by hand for one process: one torch thread, one model object, the fused optimiser, data
 in memory as tensors (in the first table each client's own, gathered once), an average of state dictionaries. Loop and
@@ -25,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -157,6 +160,7 @@ class Case:
     method: str = "fedavg"
     loss: Loss = bce
     limit: int | None = None  # of the composites
+    together: tuple[int, ...] = ()  # so many clients at once, in the table of that
 
     def experiment(self, folder: Path) -> Experiment:
         data: dict[str, Any] = {"name": "ml-digits", "size": 16, "limit": self.limit}
@@ -175,11 +179,17 @@ class Case:
 
 
 MLP, FROZEN = {"channels": [128]}, {"freeze": "backbone"}
+GROUPS, SIZES, FEW = {"norm": "group"}, (4, 8, 16, 25, 50), (5, 10)
+NOT_WORTH = (
+    Case("MLP of 87k weights", 0, 20, 320, model={"channels": [1024]}, together=FEW),
+    Case("MLP of 1.1 million weights", 0, 20, 320, model={"channels": [1024, 1024]}, together=FEW),
+    Case("neck and linear head on kept tokens", 0, CLIENTS, model=FROZEN | GROUPS | {"width": 64}, together=FEW),
+)
 CASES = (
-    Case("MLP of 11k weights, SGD", 1.10, 100, 320, "sgd", MLP),
-    Case("MLP of 11k weights, AdamW", 1.10, 100, 320, model=MLP),
-    Case("the same, clients of 10 samples", 1.25, 2000, 10, model=MLP),
-    Case("linear head on kept tokens", 1.10, CLIENTS, model=FROZEN),
+    Case("MLP of 11k weights, SGD", 1.10, 100, 320, "sgd", MLP, together=SIZES),
+    Case("MLP of 11k weights, AdamW", 1.10, 100, 320, model=MLP, together=SIZES),
+    Case("the same, clients of 10 samples", 1.25, 2000, 10, model=MLP, together=SIZES),
+    Case("linear head on kept tokens", 1.10, CLIENTS, model=FROZEN, together=FEW),
     Case("ETF and LADM on kept tokens", 1.10, CLIENTS, model=FROZEN, method="fednca-ml", loss=nca),
     Case("C-Tran on kept tokens", 1.10, CLIENTS, model=FROZEN, method="fedctran", loss=masked),
     Case("convnet, 32 px", 1.03, CLIENTS, model={"backbone": "convnet"}),
@@ -265,6 +275,38 @@ def cpu(console: Console, repetitions: int, only: str) -> None:
     console.print(plain_table(f"CPU of a round, one worker; {load}", header, rows))
 
 
+# ---- clients at once
+
+
+def at_once(console: Console, repetitions: int, only: str) -> None:
+    rows = []
+    for case in (*CASES, *NOT_WORTH):
+        if only not in case.title or not case.together:
+            continue
+        with tempfile.TemporaryDirectory() as folder, patch("fedmll.engines.local.refuse_slow"):
+            data = federation.build(case.experiment(Path(folder)))
+            engines = {
+                size: LocalEngine(data.of(data.experiment.changed({"training.together": size})), Path(folder))
+                for size in (None, *case.together)
+            }
+            state, turns = engines[None].start(), list[dict[int | None, float]]()
+            for _ in range(repetitions + 1):
+                turns.append({})
+                for size, engine in engines.items():
+                    begin = cpu_of(engine)
+                    merge(engine.method, state, engine.round(state, 1), 1)
+                    turns[-1][size] = cpu_of(engine) - begin
+            for engine in engines.values():
+                engine.close()
+        kept = turns[1:]  # the first turn warms up
+        faster = (f"{n}: {statistics.median(turn[None] / turn[n] for turn in kept):.2f}×" for n in case.together)
+        alone = statistics.median(turn[None] for turn in kept)
+        rows.append([case.title, f"{case.clients:,}", f"{alone:.2f} s", ", ".join(faster)])
+    load = f"load {os.getloadavg()[1]:.1f} on {len(os.sched_getaffinity(0))} cores"
+    header = ("what trains", "clients", "one after the other", "so many at once: so many times faster")
+    console.print(plain_table(f"CPU of a round, clients at once; {load}", header, rows))
+
+
 # ---- memory
 
 
@@ -311,7 +353,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="only the first table")
-    parser.add_argument("--only", default="", help="of the first table, the rows with this in their title")
+    parser.add_argument("--together", action="store_true", help="only the table of clients at once")
+    parser.add_argument("--only", default="", help="of these two tables, the rows with this in their title")
     parser.add_argument("--memory", action="store_true", help="only the last table")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -319,6 +362,9 @@ def main() -> None:
         memory_of(arguments.memory_of)
         return
     console = Console(width=120)
+    if arguments.together:
+        at_once(console, 3 if arguments.quick else 7, arguments.only)
+        return
     if not arguments.memory:
         cpu(console, 3 if arguments.quick else 12, arguments.only)
     if arguments.cpu:
