@@ -283,7 +283,7 @@ def at_once(console: Console, repetitions: int, only: str) -> None:
     for case in (*CASES, *NOT_WORTH):
         if only not in case.title or not case.together:
             continue
-        with tempfile.TemporaryDirectory() as folder, patch("fedmll.engines.local.refuse_slow"):
+        with tempfile.TemporaryDirectory() as folder, patch("fedmll.engines.local.refuse_unsuited"):
             data = federation.build(case.experiment(Path(folder)))
             engines = {
                 size: LocalEngine(data.of(data.experiment.changed({"training.together": size})), Path(folder))

@@ -19,8 +19,8 @@ class Message:
 
     def same(self, other: Message) -> bool:
         """Whether it has the very same tensors: many clients are sent what is only once in memory."""
-        pairs = zip(self.tensors.items(), other.tensors.items(), strict=False)
-        return len(self.tensors) == len(other.tensors) and all(a == b and s is t for (a, s), (b, t) in pairs)
+        mine, others = self.tensors, other.tensors
+        return mine.keys() == others.keys() and all(tensor is others[name] for name, tensor in mine.items())
 
     @property
     def nbytes(self) -> int:

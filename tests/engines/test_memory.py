@@ -9,7 +9,10 @@ import torch
 
 from fedmll.engines.audits import Audits
 from fedmll.engines.memory import KEPT, MemoryStore, Versions
-from fedmll.running.loop import run
+from fedmll.running import checkpoint
+from fedmll.running.folder import MEMORY
+from fedmll.running.loop import resume, run
+from fedmll.running.observers import Observer
 from fedmll.testing import experiment
 
 CLIENTS = 12
@@ -41,14 +44,32 @@ def test_what_the_last_two_checkpoints_refer_to_stays(tmp_path: Path, every: int
         if round % every == 0:
             checkpoints.append(of(store))
             store.checkpointed(unasked)
-            wanted = checkpoints[-1] | checkpoints[-2]
-            assert wanted <= on_disk(store)
-            if every == 1:
-                assert wanted == on_disk(store)
-            assert len(on_disk(store)) <= CLIENTS * (every * KEPT + 1)
-    store.keep_only(wanted)
-    assert on_disk(store) == wanted
-    assert KEPT == 2
+            assert on_disk(store) == checkpoints[-1] | checkpoints[-2]
+        assert len(on_disk(store)) <= CLIENTS * (KEPT + 1)  # also between two of them
+
+
+class Stop(Observer):
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def client_done(self, round: int, done: int, total: int) -> None:
+        if round == self.round and done == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_resumed_run_leaves_what_its_checkpoints_refer_to(tmp_path: Path, every: int) -> None:
+    made = experiment(
+        method__name="scaffold", training__optimizer="sgd", training__rounds=8, engine__checkpoint_every=every,
+        participation__count=3, partition__clients=6,
+    )  # fmt: skip
+    for stop, go in ((4, lambda watch: run(made, tmp_path / "run", observer=watch)),
+                     (7, lambda watch: resume(tmp_path / "run", observer=watch))):  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            go(Stop(stop))
+    found = resume(tmp_path / "run").weights
+    assert on_disk(MemoryStore(tmp_path / "run" / MEMORY)) == checkpoint.memories(tmp_path / "run" / "checkpoint")
+    assert all(torch.equal(tensor, found[name]) for name, tensor in run(made).weights.items())
 
 
 def test_a_checkpoint_looks_at_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_the_next_client_starts_afresh(kind: str) -> None:
         for parameter, start in zip(own, fresh, strict=True):
             parameter.copy_(start)
     optimiser.begin({})
-    assert optimiser.state() == {}
+    assert not optimiser.started
     for each, its in ((own, optimiser), (fresh, Optimiser(training, fresh))):
         for step in range(3):
             teach(each, step, without=None if step else 1)
@@ -82,6 +82,31 @@ def test_what_it_kept_goes_on_where_it_ended(kind: str) -> None:
         memory = {name: value.clone() for name, value in interrupted.state().items()}
     assert all(torch.equal(a, b) for a, b in zip(own, broken, strict=True))
     assert memory.keys() == whole.state().keys() and bool(memory) == (kind != "sgd")
+
+
+def test_a_state_is_given_away_and_used_up() -> None:
+    """There is one copy of it, and no other client writes into it."""
+    own = parameters()
+    optimiser = Optimiser(Training(lr=0.05), own)
+    for client in range(2):
+        teach(own, client)
+        optimiser.step()
+        state = optimiser.state()
+        kept = {name: value.clone() for name, value in state.items()}
+        optimiser.begin({})
+        teach(own, 5)
+        optimiser.step()
+        assert all(torch.equal(state[name], kept[name]) for name in state)
+    optimiser.begin(state)
+    assert optimiser.kept["exp_avg"][0] is state["0.exp_avg"]
+
+
+def test_a_loss_that_is_no_number_is_refused_in_torchs_words() -> None:
+    own = parameters()
+    with pytest.raises(RuntimeError, match="only for scalar outputs"):
+        backward(own[0] * 2)
+    backward((own[0] * 2).sum().reshape(1))  # one number in a vector is one
+    assert torch.equal(own[0].grad, torch.full_like(own[0], 2))  # type: ignore[arg-type]
 
 
 def test_a_parameter_that_gets_its_first_gradient_late_starts_its_momentum_then() -> None:

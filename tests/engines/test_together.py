@@ -9,17 +9,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedmll.client import Step, Work
+from fedmll.client import Peer, Step, Work
 from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine, grouped
 from fedmll.errors import ClientError, ConfigError
 from fedmll.experiment import Experiment
-from fedmll.message import Tensors
-from fedmll.methods.contract import Part, together
+from fedmll.message import Message, Tensors
+from fedmll.methods.contract import Head, Like, Merger, Part, PartOptions, Records, together
 from fedmll.methods.method import Method
 from fedmll.methods.parts.basic import Absent
+from fedmll.models.backbones import Backbone
+from fedmll.models.network import Classifier
 from fedmll.registry import register
 from fedmll.running.loop import resume, run
 from fedmll.running.observers import Observer
@@ -60,6 +62,7 @@ def assert_close(one: Tensors, other: Tensors) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "sgd": SGD,
+    "some clipped": SGD | {"training__clip": 0.6},
     "momentum, clipped": SGD | {"training__momentum": 0.9, "training__clip": 0.1},
     "adam, clipped": {"training__optimizer": "adam", "training__clip": 0.05},
     "three epochs": {"training__local_epochs": 3},
@@ -205,6 +208,120 @@ def test_what_parts_prepare_is_each_clients_own(vectors: dict[str, Any]) -> None
     assert_close(weights_of(experiment(**setting)), weights_of(experiment(**setting, training__together=5)))
 
 
+class Claiming(Part):
+    """At some of the clients unknown targets are another part's."""
+
+    name: ClassVar[str] = "test-claiming"
+
+    def prepare(self, work: Work) -> None:
+        work.claimed = len(work.client.data) % 2 == 0
+
+
+class Stepping(Part):
+    """Counts for less in every step."""
+
+    name: ClassVar[str] = "test-stepping"
+
+    @together
+    def term(self, step: Step, mine: None) -> Tensor:
+        return step.logits.square().mean() / (1 + step.work.steps)
+
+
+class Replying(Part):
+    """Replies with its weights themselves and remembers them, and draws from torch's own generator."""
+
+    name: ClassVar[str] = "test-replying"
+
+    def finish(self, work: Work, mine: None) -> Tensors:
+        vector, memory = work.client.weights.parameter_vector, work.memory(self.name)
+        memory["end"] = vector
+        return {"end": vector, "drawn": torch.rand(1)}
+
+    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+        return {"end": Like((self.weights.parameter_end,)), "drawn": Like((1,), low=0, high=1)}
+
+    def audit(self, memory: Tensors, truth: Tensor) -> Tensor | None:
+        return memory["end"]
+
+    def audited(self, total: Tensor) -> Records:
+        return {"remembered": float(total.abs().sum())}
+
+    def merger(self, state: Tensors, round: int, beside: Any) -> Merger:
+        return Spread()
+
+
+class Spread(Merger):
+    def __init__(self) -> None:
+        self.ends, self.drawn = list[Tensor](), 0.0
+
+    def add(self, peer: Peer, reply: Message) -> None:
+        self.ends.append(reply["end"])
+        self.drawn += float(reply["drawn"])
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        return {}, {"spread": float(torch.stack(self.ends).std(0).sum()), "drawn": self.drawn}
+
+
+@pytest.mark.parametrize("part", ["test-claiming", "test-stepping", "test-replying"])
+def test_parts_see_and_leave_what_is_their_clients(vectors: dict[str, Any], part: str) -> None:
+    setting = vectors | UNKNOWN | {"method__name": "compose", "method__parts": ("absent", part)}
+    setting |= {"engine__workers": 1}  # in the calling process a reply is merged before the next client comes
+    one, other = run(experiment(**setting)), run(experiment(**setting, training__together=5))
+    assert_close(one.weights, other.weights)
+    for first, second in zip(one.rows, other.rows, strict=True):
+        for key in {"spread", "drawn", "remembered"} & first.keys():
+            assert second[key] == pytest.approx(first[key], rel=1e-3), key
+    assert part != "test-replying" or {"spread", "drawn", "remembered"} <= other.rows[-1].keys()
+
+
+class Unlike(Part):
+    """Prepares what cannot be stacked."""
+
+    name: ClassVar[str] = "test-unlike"
+
+    class Options(PartOptions):
+        what: str = "number"
+
+    def prepare(self, work: Work) -> Any:
+        size = len(work.client.data)
+        return {
+            "number": size,
+            "some": torch.zeros(3) if size % 2 else None,
+            "samples": torch.zeros(size, 2),
+            "object": Peer(size, "", torch.zeros(1)),
+            "keys": {str(size): torch.zeros(1)},
+        }[self.options.what]
+
+    @together
+    def term(self, step: Step, mine: Any) -> None:
+        return None
+
+
+class Curious(Part):
+    name: ClassVar[str] = "test-curious"
+
+    @together
+    def adjust(self, work: Work, mine: None) -> None:
+        work.client.weights.vector.zero_()
+
+
+@pytest.mark.parametrize("what", ["number", "some", "samples", "object", "keys"])
+def test_what_differs_from_client_to_client_in_more_than_values_is_reported(vectors: dict[str, Any], what: str) -> None:
+    parts = {"method__name": "compose", "method__parts": ("absent", "test-unlike"), "method__test-unlike__what": what}
+    with pytest.raises(ClientError, match=r"together = 4: what the part 'test-unlike' prepares differs .* Leave"):
+        run(experiment(**vectors | parts, training__together=4))
+
+
+def test_an_adjust_that_asks_for_more_than_rows_is_told_so(vectors: dict[str, Any]) -> None:
+    setting = vectors | {
+        "method__name": "compose",
+        "method__parts": ("absent", "test-curious"),
+        "training__together": 4,
+    }
+    with pytest.raises(AttributeError, match=r"`adjust` has parameter_vector and add_gradient, and no 'vector'"):
+        run(experiment(**setting))
+
+
 @pytest.mark.parametrize(
     ("method", "part"),
     [
@@ -233,14 +350,68 @@ def test_other_settings_that_do_not_go_with_it_are_refused(vectors: dict[str, An
 @pytest.mark.parametrize(
     ("setting", "layer"), [({}, "Conv2d"), ({"model__freeze": "backbone", "model__width": 8}, "Conv2d")]
 )
-def test_a_network_that_is_slower_together_is_refused_before_anything_starts(
+def test_a_network_of_other_layers_is_refused_before_anything_starts(
     setting: dict[str, Any], layer: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"is for networks of linear layers .* a {layer}: clients one after the other"
-    ):
+    with pytest.raises(ConfigError, match=rf"is for networks of linear layers .* a {layer}. Leave it out"):
         run(experiment(**setting, training__together=4), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+class Odd(Classifier):
+    """A linear head with something beside it."""
+
+    def __init__(self, backbone: Backbone, classes: int, beside: nn.Module) -> None:
+        super().__init__(backbone, classes)
+        self.beside = beside
+
+    def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
+        features = super().features(images, states)
+        return features if isinstance(self.beside, nn.Linear) else self.beside(features)
+
+
+class OddHead(Head):
+    name: ClassVar[str] = "test-odd"
+
+    class Options(PartOptions):
+        beside: str = "unused"
+
+    def build(self, backbone: Backbone) -> Odd:
+        width = backbone.width
+        beside = {
+            "norm": nn.BatchNorm1d(width, affine=False),
+            "dropout": nn.Dropout(0.5),
+            "unused": nn.Linear(width, 2),
+        }
+        return Odd(backbone, len(self.task.classes), beside[self.options.beside])
+
+
+@pytest.mark.parametrize(("beside", "layer"), [("norm", "BatchNorm1d"), ("dropout", "Dropout")])
+def test_a_network_that_draws_or_keeps_statistics_is_refused(vectors: dict[str, Any], beside: str, layer: str) -> None:
+    head = {"method__name": "compose", "method__head": "test-odd", "method__test-odd__beside": beside}
+    with pytest.raises(ConfigError, match=rf"this one has beside, a {layer}"):
+        run(experiment(**vectors | head, training__together=4))
+
+
+def test_attention_is_refused(vectors: dict[str, Any]) -> None:
+    head = {"method__name": "compose", "method__head": "etf-ladm"}
+    with pytest.raises(ConfigError, match=r"this one has ladm, a Ladm"):
+        run(experiment(**vectors | head, training__together=4))
+
+
+def test_a_layer_that_the_loss_does_not_know_is_reported(vectors: dict[str, Any]) -> None:
+    """Alone it stays as it is; in a row it would decay."""
+    head = {"method__name": "compose", "method__head": "test-odd"}
+    with pytest.raises(ClientError, match=r"together = 4: the loss does not depend on beside.weight. Leave"):
+        run(experiment(**vectors | head, training__together=4))
+
+
+def test_who_can_is_named(vectors: dict[str, Any]) -> None:
+    able = "fed-ridge, fedavg, fedavg-pl, fedcurv, fednova, fedprox, local-only, scaffold, spherefed, surgical"
+    with pytest.raises(ConfigError) as found:
+        experiment(**vectors, method__name="fedharmony", training__together=4)
+    named = str(found.value).rpartition("together: ")[2].removesuffix(".").split(", ")
+    assert set(able.split(", ")) <= set(named) and not {"fednca-ml", "fedlgt", "centralized"} & set(named)
 
 
 @register("loss", "test-deciding")

@@ -9,18 +9,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedmll import load_run, resume, run
+from fedmll.client import Step
 from fedmll.data import federation
 from fedmll.engines.learner import Learner
 from fedmll.errors import ConfigError
+from fedmll.evaluation import metrics
+from fedmll.methods.contract import Head, Part
+from fedmll.models.backbones import Backbone
 from fedmll.models.flat import FlatWeights, frozen_sketch
+from fedmll.models.network import Classifier
 from fedmll.running.observers import Observer
 from fedmll.task import task_of
 from fedmll.testing import experiment
@@ -85,6 +90,46 @@ def test_where_a_head_needs_their_mean_alone_the_means_are_kept(
     assert torch.equal(*batches)
     for name, tensor in run(experiment(**FROZEN | changes)).weights.items():
         assert torch.equal(tensor, trained[name]), name
+
+
+class Max(Classifier):
+    """A linear head on the largest token."""
+
+    def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
+        return self.tokens(images).amax((2, 3))
+
+
+class MaxHead(Head):
+    name: ClassVar[str] = "test-max"
+
+    def build(self, backbone: Backbone) -> Max:
+        return Max(backbone, len(self.task.classes))
+
+
+class Looking(Part):
+    """Looks at tokens beside a head that pools them."""
+
+    name: ClassVar[str] = "test-looking"
+
+    def term(self, step: Step, mine: None) -> Tensor:
+        return step.work.client.model.tokens(step.images).square().mean()
+
+
+def test_a_head_of_ones_own_sees_tokens(cache: Path, tmp_path: Path) -> None:
+    """And a run's metrics are those of the model that it leaves, on images."""
+    made = FROZEN | {"method__name": "compose", "method__head": "test-max", "training__lr": 0.05}
+    assert learner_with_data(**made)[1].train.tokens.ndim == 5
+    result = run(experiment(**made), tmp_path / "run")
+    data = federation.build(experiment(**made))
+    scores = load_run(tmp_path / "run").predict(data.test)
+    found = metrics.evaluate(scores, data.test.labels, data.test.classes).values["macro_auc"]
+    assert found == pytest.approx(result.metrics["macro_auc"], abs=0.05)
+
+
+def test_a_part_that_looks_at_tokens_where_means_are_kept_is_told_so(cache: Path) -> None:
+    made = FROZEN | {"method__name": "compose", "method__parts": ("absent", "test-looking")}
+    with pytest.raises(ConfigError, match=r"only the means of the tokens are kept .* features\(\) of its own"):
+        run(experiment(**made))
 
 
 @pytest.mark.parametrize(

@@ -128,13 +128,16 @@ class Learner:
         for client, message, memory in given:
             works.append(self._begun(client, message, memory))
             starts.append(self.weights.vector.clone())
-        self._training_mode(self.model)
         trained = Together(works, starts, self.loss, self.teaching, self.adjusting)
         trained.learn()
         replies = list[Message]()
         for work, memory, vector, total in zip(works, memories, trained.vectors, trained.losses.tolist(), strict=True):
             self.weights.vector.copy_(vector)
-            replies.append(self._finished(work, memory, total))
+            work.client.seed_torch()
+            reply = self._finished(work, memory, total)
+            for tensors in (reply.tensors, memory):  # the next client's weights come where this one's are
+                tensors |= {name: t.clone() for name, t in tensors.items() if _shared(t, self.weights.vector)}
+            replies.append(reply)
         return replies
 
     def _begun(self, client: Client, message: Message, memory: Tensors) -> Work:
@@ -210,6 +213,10 @@ class Learner:
         for term in others:
             first = first + term
         return first
+
+
+def _shared(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def with_tokens(

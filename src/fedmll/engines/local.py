@@ -21,7 +21,7 @@ from fedmll.engines.audits import Audits
 from fedmll.engines.learner import Learner
 from fedmll.engines.memory import MemoryStore
 from fedmll.engines.pool import Job, Pool
-from fedmll.engines.together import refuse_slow
+from fedmll.engines.together import refuse_unsuited
 from fedmll.errors import ConfigError, ReplyRefused
 from fedmll.evaluation.pooled import Evaluation, evaluate_alone, evaluate_pooled
 from fedmll.message import Message, Tensors
@@ -41,7 +41,7 @@ class LocalEngine:
         self.training = federation.experiment.training
         self.learner = Learner(task_of(federation, self.device))
         if self.training.together is not None:
-            refuse_slow(self.learner.model, self.training.together)
+            refuse_unsuited(self.learner.model, self.training.together)
         self.method = self.learner.method
         self.federation = federation = self.learner.federation(federation, progress)
         self.memory = MemoryStore(memory_folder)

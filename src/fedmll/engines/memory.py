@@ -21,6 +21,7 @@ class MemoryStore:
         self.latest: dict[int, int] = {}  # client → the round of its newest memory
         self.unsynced = False
         self.replaced: tuple[list[Path], ...] = tuple([] for _ in range(KEPT))  # since a checkpoint, the newest first
+        self.saved = 0  # the round of the newest memory that a checkpoint refers to
         self.keeps_all = False
 
     def path(self, client: int, round: int) -> Path:
@@ -36,8 +37,11 @@ class MemoryStore:
                 save_file({name: tensor.contiguous() for name, tensor in memory.items()}, temporary)
 
     def written(self, client: int, round: int) -> None:
-        if self.latest.get(client, round) != round:
-            self.replaced[0].append(self.path(client, self.latest[client]))
+        before = self.latest.get(client, round)
+        if before > self.saved and before != round:  # no checkpoint knows it
+            self.path(client, before).unlink(missing_ok=True)
+        elif before != round:
+            self.replaced[0].append(self.path(client, before))
         self.latest[client] = round
         self.unsynced = True
 
@@ -49,7 +53,7 @@ class MemoryStore:
 
     def keep_only(self, versions: Versions | None) -> None:
         """Delete every memory that no checkpoint (and nobody now) refers to. None: it is not known which, keep all."""
-        self.keeps_all = versions is None
+        self.keeps_all, self.saved = versions is None, max(self.latest.values(), default=0)
         if versions is not None and self.folder.is_dir():
             wanted = {_name(*version) for version in versions}
             for path in self.folder.glob("[0-9]*.[0-9]*.safetensors"):
@@ -63,7 +67,7 @@ class MemoryStore:
         if not self.keeps_all:
             for path in oldest:
                 path.unlink(missing_ok=True)
-        self.replaced = ([], *younger)
+        self.replaced, self.saved = ([], *younger), max(self.latest.values(), default=0)
 
 
 def _name(client: int, round: int) -> str:

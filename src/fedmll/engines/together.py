@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,21 +24,27 @@ from fedmll.engines.optimiser import Optimiser, backward
 from fedmll.errors import ClientError, ConfigError
 from fedmll.message import Message, Tensors
 from fedmll.methods.contract import Part
+from fedmll.models.backbones import Backbone
 from fedmll.models.flat import FlatWeights
+from fedmll.models.lift import Lift
+from fedmll.models.network import Network
 
 Loss = Callable[[Step], Tensor]
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten)
+SUITED = (Network, Backbone, Lift, nn.Sequential, nn.Linear, *ACTIVATIONS)
 
 
-def refuse_slow(model: nn.Module, together: int) -> None:
-    """What is not a linear layer is slower for many clients than for one after the other, or draws for all at once."""
+def refuse_unsuited(model: Network, together: int) -> None:
+    """What is not made of linear layers is slower for many clients than for one after the other, draws for all of them
+    at once, or keeps statistics that are not a client's own."""
     for name, module in model.named_modules():
-        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        if trained and not isinstance(module, nn.Linear):
+        own = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if module.training and (not isinstance(module, SUITED) or (own and not isinstance(module, nn.Linear))):
             raise ConfigError(
                 f"training.together = {together} is for networks of linear layers (feature vectors, a linear head on a "
-                f"frozen backbone), and this one trains {name or 'its head'}, a {type(module).__name__}: clients one "
-                "after the other are faster. Leave it out."
+                f"frozen backbone), and this one has {name or 'a head'}, a {type(module).__name__}. Leave it out: "
+                "clients are then trained one after the other."
             )
 
 
@@ -54,15 +61,25 @@ class Rows(FlatWeights):
     def add_gradient(self, gradient: Tensor, factor: float = 1.0) -> None:
         self.gradient.add_(gradient, alpha=factor)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"With training.together `adjust` has parameter_vector and add_gradient, and no '{name}'.")
+
 
 class Fixed:
     """What each client's parts prepared: tensors with a row a client, everything else the same for all."""
 
     def __init__(self, works: Sequence[Work], parts: Sequence[Part]) -> None:
-        self.names = [part.name for part in parts]
-        leaves, specs = zip(*(tree_flatten([work.fixed[name] for name in self.names]) for work in works), strict=True)
-        self.spec = specs[0]
-        self.leaves = [torch.stack(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*leaves, strict=True)]
+        self.leaves, self.specs = list[Any](), dict[str, Any]()
+        for part in parts:
+            leaves, specs = zip(*(tree_flatten(work.fixed[part.name]) for work in works), strict=True)
+            if any(spec != specs[0] for spec in specs) or not all(map(_alike, zip(*leaves, strict=True))):
+                raise ClientError(
+                    f"training.together = {works[0].client.task.experiment.training.together}: what the part "
+                    f"'{part.name}' prepares differs from client to client in more than the values of its tensors, so "
+                    "they cannot be trained at once. Leave training.together out."
+                )
+            self.specs[part.name] = specs[0]
+            self.leaves += [torch.stack(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*leaves, strict=True)]
         self.tensors = [place for place, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
 
     def of(self, clients: slice | list[int]) -> list[Tensor]:
@@ -73,7 +90,15 @@ class Fixed:
         leaves = list(self.leaves)
         for place, tensor in zip(self.tensors, tensors, strict=True):
             leaves[place] = tensor
-        return dict(zip(self.names, tree_unflatten(leaves, self.spec), strict=True))
+        rest = iter(leaves)
+        return {name: tree_unflatten(list(islice(rest, spec.num_leaves)), spec) for name, spec in self.specs.items()}
+
+
+def _alike(leaves: tuple[Any, ...]) -> bool:
+    first = leaves[0]
+    if isinstance(first, Tensor):
+        return all(isinstance(leaf, Tensor) and leaf.shape == first.shape for leaf in leaves)
+    return all(not isinstance(leaf, Tensor) and leaf == first for leaf in leaves)
 
 
 class LossOf(nn.Module):
@@ -83,8 +108,10 @@ class LossOf(nn.Module):
         super().__init__()
         self.network, self.client, self.loss, self.fixed = client.model, client, loss, fixed
 
-    def forward(self, images: Tensor, targets: Tensor, rows: Tensor, claimed: bool, mine: list[Tensor]) -> Tensor:
-        work = Work(self.client, Message(), fixed=self.fixed.mapped(mine), claimed=claimed)
+    def forward(
+        self, images: Tensor, targets: Tensor, rows: Tensor, mine: list[Tensor], claimed: bool, steps: int
+    ) -> Tensor:
+        work = Work(self.client, Message(), fixed=self.fixed.mapped(mine), claimed=claimed, steps=steps)
         step = Step(work, Batch(self.client.task, self.client.data, rows, targets, "none", torch.Generator()))
         step.images = images
         return self.loss(step)
@@ -98,6 +125,7 @@ class Together:
     ) -> None:
         self.works, self.adjusting, self.client = works, adjusting, works[0].client
         self.training, self.end = self.client.task.experiment.training, self.client.weights.parameter_end
+        self.places = self.client.weights.layout
         self.vectors = torch.stack(list(starts))  # (clients, weights)
         self.losses = torch.zeros(len(works), device=self.vectors.device)  # their sums
         self.fixed = Fixed(works, list(dict.fromkeys([*teaching, *adjusting])))
@@ -124,13 +152,16 @@ class Together:
         whole = numbers[-1] - numbers[0] == len(numbers) - 1
         which: slice | list[int] = slice(numbers[0], numbers[-1] + 1) if whole else numbers
         vectors, mine = self.vectors[which], self.fixed.of(which)
-        parameters = vectors[:, : self.end].detach().requires_grad_()
-        losses = self._losses(parameters, vectors[:, self.end :], list(steps.values()), claimed, mine)
+        parts = vectors.split([place.shape.numel() for place in self.places.values()], 1)
+        tensors = {
+            name: part.view(-1, *place.shape).requires_grad_(place.start < self.end)
+            for (name, place), part in zip(self.places.items(), parts, strict=True)
+        }
+        losses = self._losses(tensors, list(steps.values()), mine, claimed)
         backward(losses.sum())
-        gradient = parameters.grad
-        assert gradient is not None
+        gradient = self._gradient(tensors)
         if self.adjusting:
-            rows, fixed = Rows(parameters.detach(), gradient), self.fixed.mapped(mine)
+            rows, fixed = Rows(vectors[:, : self.end], gradient), self.fixed.mapped(mine)
             work = Work(replace(self.client, weights=rows), Message(), fixed=fixed)
             for part in self.adjusting:
                 part.adjust(work, fixed[part.name])
@@ -143,20 +174,14 @@ class Together:
         self.optimiser.step()
         self.losses[which] += losses.detach()
 
-    def _losses(
-        self, parameters: Tensor, buffers: Tensor, steps: list[Step], claimed: bool, mine: list[Tensor]
-    ) -> Tensor:
+    def _losses(self, tensors: Tensors, steps: list[Step], mine: list[Tensor], claimed: bool) -> Tensor:
         """(clients,), each of its own network."""
-        places = self.client.weights.layout
-        sizes = [place.shape.numel() for place in places.values()]
-        count = len(self.client.weights.parameters)
-        parts = [*parameters.split(sizes[:count], 1), *buffers.split(sizes[count:], 1)]
-        named = zip(places.items(), parts, strict=True)
-        tensors = {f"network.{name}": part.view(-1, *place.shape) for (name, place), part in named}
         batch = [torch.stack(of) for of in zip(*((s.images, s.targets, s.rows) for s in steps), strict=True)]
+        done = steps[0].work.steps  # all of them
 
         def loss_of(tensors: Tensors, batch: list[Tensor], mine: list[Tensor]) -> Tensor:
-            loss: Tensor = functional_call(self.module, tensors, (*batch, claimed, mine), tie_weights=False)
+            named = {f"network.{name}": tensor for name, tensor in tensors.items()}
+            loss: Tensor = functional_call(self.module, named, (*batch, mine, claimed, done), tie_weights=False)
             return loss
 
         try:
@@ -169,3 +194,14 @@ class Together:
                 f"clients at once ({' '.join(str(error).split())[:200]}). Leave training.together out."
             ) from error
         return found
+
+    def _gradient(self, tensors: Tensors) -> Tensor:
+        """(clients, parameters). A parameter without one must stay as it is, which a row does not say."""
+        found = {name: tensor.grad for name, tensor in tensors.items() if tensor.requires_grad}
+        unused = next((name for name, gradient in found.items() if gradient is None), None)
+        if unused is not None:
+            raise ClientError(
+                f"training.together = {self.training.together}: the loss does not depend on {unused}. Leave "
+                "training.together out, or that layer."
+            )
+        return torch.cat([gradient.flatten(1) for gradient in found.values() if gradient is not None], 1)

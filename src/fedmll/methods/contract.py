@@ -80,7 +80,8 @@ H = TypeVar("H", bound=Callable[..., Any])
 def together(hook: H) -> H:
     """Of a `term`: it can be computed for several clients at once by torch.func.vmap, so it draws nothing and decides
     nothing by a tensor's values. Of an `adjust`: what it asks of `work` are the client's weights, and it is the same
-    sum where they and `mine` have a row a client. A method whose parts all say so goes with `training.together`."""
+    sum where they and `mine` have a row a client. A method whose parts all say so goes with `training.together`. All
+    clients prepare before the first one finishes: what is for later is in `mine`, nothing on the part itself."""
     hook.together = True  # type: ignore[attr-defined]
     return hook
 

@@ -130,13 +130,24 @@ class Recipe:
         setting = f"training.together = {training.together}"
         if training.optimizer_state == "kept":
             raise ConfigError(f"{setting} needs training.optimizer_state = 'fresh'; leave one of them out.")
-        for part in self.parts:
+        single = next(iter(self.single), None)
+        if single is not None:
+            methods = registry.all_of("method").items()
+            able = [name for name, m in methods if not m.pooled and not m.recipe(m.Options()).single]
+            raise ConfigError(
+                f"{setting}: the part '{single}' works for one client at a time. Leave the setting out, or use a "
+                f"method without that part; can be trained together: {', '.join(sorted(able))}."
+            )
+
+    @property
+    def single(self) -> list[str]:
+        """The parts that work for one client at a time: what they do in a step is not marked `together`."""
+
+        def marked(part: type[Part]) -> bool:
             own = (getattr(part, hook) for hook in STEP_HOOKS if getattr(part, hook) is not getattr(Part, hook))
-            if not all(getattr(hook, "together", False) for hook in own):
-                raise ConfigError(
-                    f"{setting}: the part '{part.name}' works for one client at a time. Leave the setting out, or "
-                    "use a method without that part (fedavg, fedprox, scaffold and spherefed can be trained together)."
-                )
+            return all(getattr(hook, "together", False) for hook in own)
+
+        return [part.name for part in self.parts if not marked(part)]
 
     @classmethod
     def of(cls, head: type[Head], parts: Iterable[type[Part]], average: type[Part]) -> Recipe:

@@ -47,10 +47,6 @@ class SphereNetwork(Network):
         super().__init__(backbone)
         self.register_buffer(CLASSIFIER, rows)
 
-    @property
-    def pools(self) -> bool:
-        return True
-
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         return F.normalize(super().features(images), dim=1)
 

@@ -197,7 +197,7 @@ class PrototypeClassifier(Network):
 
     @property
     def pools(self) -> bool:
-        return self.ladm is None
+        return self.ladm is None and type(self).features is PrototypeClassifier.features
 
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         if self.ladm is None:

@@ -63,6 +63,10 @@ class LiftedClassifier(Classifier):
     def width(self) -> int:
         return self.lift.width
 
+    @property
+    def pools(self) -> bool:
+        return type(self).features is LiftedClassifier.features
+
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         lifted: Tensor = self.lift(super().features(images, states))
         return lifted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedmll.errors import ConfigError
 from fedmll.models.backbones import Backbone
 from fedmll.models.frozen import as_map, pooled, tokens_of
 
@@ -23,6 +24,11 @@ class Network(nn.Module):
 
     def tokens(self, images: Tensor) -> Tensor:
         """(batch, width, rows, columns) of images, or of tokens that were kept."""
+        if self.backbone.means_kept and images.dim() == 2:
+            raise ConfigError(
+                "Of a frozen backbone only the means of the tokens are kept where the head pools them, and something "
+                "asks for the tokens: give the head a features() of its own, or leave model.freeze out."
+            )
         tokens = tokens_of(self.backbone, images)
         return tokens if tokens.dim() == 4 else as_map(tokens)
 
@@ -32,8 +38,8 @@ class Network(nn.Module):
 
     @property
     def pools(self) -> bool:
-        """Whether its features need nothing of the tokens but their mean."""
-        return False
+        """Whether its features need nothing of the tokens but their mean: a class that has its own says so itself."""
+        return type(self).features is Network.features
 
     def logits(self, features: Tensor) -> Tensor:
         raise NotImplementedError
@@ -58,10 +64,6 @@ class Classifier(Network):
     def __init__(self, backbone: Backbone, classes: int) -> None:
         super().__init__(backbone)
         self.head = nn.Linear(backbone.width, classes)
-
-    @property
-    def pools(self) -> bool:
-        return True
 
     def logits(self, features: Tensor) -> Tensor:
         logits: Tensor = self.head(features)
