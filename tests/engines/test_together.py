@@ -3,6 +3,8 @@ workers, and refused where it cannot be right or would be slower."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -136,6 +138,38 @@ def test_same_bits_after_it_was_stopped_and_resumed(vectors: dict[str, Any], tmp
         run(made, tmp_path / "run", observer=Stop())
     found = resume(tmp_path / "run", engine={"workers": 2}).weights
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+class Killing(Part):
+    """Kills its worker in round 2 at one client, as the out-of-memory killer does: while there is no such file."""
+
+    name: ClassVar[str] = "test-killing-together"
+
+    class Options(PartOptions):
+        flag: str = ""
+
+    def prepare(self, work: Work) -> None:
+        flag = Path(self.options.flag)
+        if (work.round, work.client.name) == (2, "c003") and not flag.exists():
+            if flag.name != "never":
+                flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_group_whose_worker_dies_is_trained_again(vectors: dict[str, Any], tmp_path: Path) -> None:
+    setting = vectors | {"method__name": "compose", "training__together": 4, "engine__workers": 2}
+
+    def made(flag: Path) -> Experiment:
+        part = {"method__parts": ("absent", Killing.name), f"method__{Killing.name}__flag": str(flag)}
+        return experiment(**setting | part)
+
+    undisturbed, disturbed = weights_of(made(tmp_path)), weights_of(made(tmp_path / "died"))
+    assert (tmp_path / "died").exists()
+    assert all(torch.equal(tensor, disturbed[name]) for name, tensor in undisturbed.items())
+    with pytest.raises(
+        ClientError, match=r"worker that ran clients (c\d+, )*c003(, c\d+)* in round 2 was killed by signal 9"
+    ):
+        run(made(tmp_path / "never"))
 
 
 def test_local_models_stay_with_their_clients(vectors: dict[str, Any]) -> None:
