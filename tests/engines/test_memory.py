@@ -95,7 +95,8 @@ def test_while_a_damaged_checkpoint_may_refer_to_any_nothing_is_deleted(tmp_path
     store.keep_only(None)
     for round in range(1, 6):
         remember(store, range(CLIENTS), round)
-        store.checkpointed(unasked)
+        if round != 2:  # a round between checkpoints
+            store.checkpointed(unasked)
     assert len(on_disk(store)) == CLIENTS * 5
     store.keep_only(of(store))
     assert on_disk(store) == of(store)

@@ -38,7 +38,7 @@ class MemoryStore:
 
     def written(self, client: int, round: int) -> None:
         before = self.latest.get(client, round)
-        if before > self.saved and before != round:  # no checkpoint knows it
+        if before > self.saved and before != round and not self.keeps_all:  # no checkpoint knows it
             self.path(client, before).unlink(missing_ok=True)
         elif before != round:
             self.replaced[0].append(self.path(client, before))
