@@ -1,14 +1,17 @@
-"""What a round costs beside the training: fedmll's federation against Flower's own FedAvg, as its quickstart does it.
+"""The overhead of a round in a real federation: fedmll compared with Flower's own FedAvg, written as in its quickstart.
 
     python benchmarks/deployment.py [--rounds 5] [--sites 3]
 
-The same images, network, batches and seeds at the same sites on this machine, one after the other. Flower's side is its
-stock parts (flower-superlink, flower-supernode, `flwr run`, strategy FedAvg, a state_dict as ArrayRecord), insecure and
-without evaluation; ours has TLS and node keys on. Overhead is a round's time less the longest training in it. Bytes are
-those of the arrays and numbers. Our round includes an evaluation on the server's test images, Flower's none.
-Both sides must end with the same weights, or the table is not printed. SGD, because Flower sums replies in float32 in
-the order they come: AdamW makes 1e-2 of that rounding (1e-7) within five rounds, SGD leaves it as it is. Integer
-counters are not compared: Flower averages them."""
+Both run on this machine, one after the other, with the same images, network, batches and seeds at the same sites.
+Flower's federation consists of its standard programs (flower-superlink, flower-supernode, `flwr run`, the strategy
+FedAvg, a state_dict as ArrayRecord), insecure and without evaluation. fedmll's federation uses TLS and node keys, and
+its rounds include an evaluation on the server's test images. Overhead is the time of a round minus the longest training
+in it. Bytes are those of the arrays and numbers.
+
+Both must end with the same weights, otherwise the table is not printed. They train with SGD, because Flower sums
+replies in float32 in the order of arrival: AdamW enlarges that rounding error (1e-7) to 1e-2 within five rounds, SGD
+does not. Integer counters are not compared, because Flower averages them.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fedmll.deploy import rehearsal, serving
-from fedmll.deploy.flower.processes import free_port, quiet_flower
-from fedmll.deploy.site import Site
-from fedmll.deploy.site_worker import Setup, remember_site
-from fedmll.experiment import Experiment
-from fedmll.running.observers import Observer
+from fedmll.config.experiment import Experiment
+from fedmll.deploy.flower.child_processes import find_free_port, flower_environment
+from fedmll.deploy.server.rehearsal import Rehearsal, prepare_rehearsal, running_clients
+from fedmll.deploy.server.serve import serve
+from fedmll.deploy.server.server_data import load_data_of_server
+from fedmll.deploy.server.server_settings import ServerSettings
+from fedmll.deploy.site.site_config import Site, write_site_file
+from fedmll.deploy.study_setup import StudySetup
+from fedmll.training.callbacks import Callback
 
 BIN = Path(sys.executable).parent
 PYPROJECT = """
@@ -66,23 +72,25 @@ from pathlib import Path
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from fedmll.deploy.site_worker import Setup, SiteWorker, recall_site
-from fedmll.message import Message as Plain
+from fedmll.core.message import Message as FedmllMessage
+from fedmll.deploy.site.site_config import read_site_file
+from fedmll.deploy.site.worker import SiteWorker
+from fedmll.deploy.study_setup import StudySetup
 
 app = ClientApp()
 
 @app.train()
 def train(msg: Message, context: Context) -> Message:
     begin = time.perf_counter()
-    site = recall_site(Path(context.node_config["site"]))
-    worker = SiteWorker(site, Setup.from_json(Path(context.run_config["setup"]).read_text()))
-    learner = worker.learner
-    learner.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    site = read_site_file(Path(context.node_config["site"]))
+    worker = SiteWorker(site, StudySetup.from_json(Path(context.run_config["setup"]).read_text()))
+    trainer = worker.trainer
+    trainer.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     start = time.perf_counter()
-    reply, _ = worker.train(Plain(learner.weights.dump()), msg.content["config"]["server-round"], None, [])
+    reply, _ = worker.train(FedmllMessage(trainer.weights.dump()), msg.content["config"]["server-round"], None, [])
     seconds = time.perf_counter() - start
     metrics = {"num-examples": len(worker.data.train), "seconds": seconds, "load": start - begin}
-    content = {"arrays": ArrayRecord(learner.model.state_dict()), "metrics": MetricRecord(metrics)}
+    content = {"arrays": ArrayRecord(trainer.model.state_dict()), "metrics": MetricRecord(metrics)}
     return Message(content=RecordDict(content), reply_to=msg)
 '''
 SERVER = """
@@ -93,10 +101,10 @@ import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
-from fedmll.task import Task
-from fedmll.deploy.site_worker import Setup
-from fedmll.experiment import Experiment
-from fedmll.methods import find
+from fedmll.config.experiment import Experiment
+from fedmll.deploy.study_setup import StudySetup
+from fedmll.methods import build_method
+from fedmll.methods.task import Task
 from safetensors.torch import save_file
 
 app = ServerApp()
@@ -120,10 +128,10 @@ class Timed(FedAvg):
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    setup = Setup.from_json(Path(context.run_config["setup"]).read_text())
+    setup = StudySetup.from_json(Path(context.run_config["setup"]).read_text())
     experiment = Experiment.make(setup.experiment)
     task = Task(experiment, setup.classes, setup.shape, setup.clients, torch.device("cpu"))
-    model = find(experiment.method.name)(task).model()
+    model = build_method(task).build_model()
     count = int(context.run_config["sites"])
     strategy = Timed(fraction_evaluate=0.0, min_train_nodes=count, min_available_nodes=count)
     result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=int(context.run_config["rounds"]))
@@ -133,35 +141,45 @@ def main(grid: Grid, context: Context) -> None:
 """
 
 
-class Watch(Observer):
+class RoundRecorder(Callback):
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def round_done(self, row: dict[str, Any]) -> None:
+    def on_round_end(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
 
 
-def ours(played: rehearsal.Rehearsal, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    port = free_port()
-    server = serving.Server(played.names, "127.0.0.1", port, str(played.keys), len(played.names), 120, 120)
-    watch = Watch()
-    with rehearsal.joined(played, f"127.0.0.1:{port}", False):
-        serving.serve(played.experiment, server, folder / "ours", watch)
+def run_fedmll(rehearsal: Rehearsal, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """fedmll's federation: the times and bytes of its rounds, and its final weights."""
+    port = find_free_port()
+    settings = ServerSettings(
+        clients=rehearsal.names,
+        host="127.0.0.1",
+        port=port,
+        keys=str(rehearsal.keys),
+        min_clients=len(rehearsal.names),
+        round_timeout=120,
+        join_timeout=120,
+    )
+    recorder = RoundRecorder()
+    with running_clients(rehearsal, f"127.0.0.1:{port}", False):
+        serve(rehearsal.experiment, settings, folder / "fedmll", callback=recorder)
     training: dict[int, float] = {}
-    for name in played.names:
-        for line in (played.folder / name / "join.log").read_text().splitlines():
+    for name in rehearsal.names:
+        for line in (rehearsal.folder / name / "join.log").read_text().splitlines():
             if line.startswith("round "):
                 number, seconds = int(line.split()[1].strip(":")), float(line.split(", ")[-1].split()[0])
                 training[number] = max(training.get(number, 0.0), seconds)
     rows = [
         {"seconds": r["seconds"], "training": training[r["round"]], "up": r["bytes_up"], "down": r["bytes_down"]}
-        for r in watch.rows
+        for r in recorder.rows
     ]
-    return rows, load_file(folder / "ours" / "model.safetensors")
+    return rows, load_file(folder / "fedmll" / "model.safetensors")
 
 
 @contextlib.contextmanager
-def started(log: Path, environment: dict[str, str], commands: list[list[str]]) -> Iterator[None]:
+def running_programs(log: Path, environment: dict[str, str], commands: list[list[str]]) -> Iterator[None]:
+    """Run the commands for the time of the block; their output goes to `log`."""
     processes = []
     with log.open("wb") as file:
         try:
@@ -179,33 +197,52 @@ def started(log: Path, environment: dict[str, str], commands: list[list[str]]) -
                     process.kill()
 
 
-def flowers(played: rehearsal.Rehearsal, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    project, result, home = folder / "quickstart", folder / "theirs", folder / "home"
+def run_flower(rehearsal: Rehearsal, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Flower's federation: the times and bytes of its rounds, and its final weights."""
+    project, result, home = folder / "quickstart", folder / "flower", folder / "home"
     for path in (project / "quickstart", result, home / "flwr"):
         path.mkdir(parents=True)
     (project / "pyproject.toml").write_text(PYPROJECT)
     (project / "quickstart" / "__init__.py").write_text("")
     (project / "quickstart" / "client_app.py").write_text(CLIENT)
     (project / "quickstart" / "server_app.py").write_text(SERVER)
-    test = serving.own_data(played.experiment, Observer()).test
-    told = json.loads(played.experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True}))
-    setup = Setup("bench", told | {"data": {"name": "none"}}, test.classes, test.sample_shape, len(played.names))
+    test = load_data_of_server(rehearsal.experiment, Callback()).test
+    settings = json.loads(
+        rehearsal.experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True})
+    )
+    setup = StudySetup(
+        run="bench",
+        experiment=settings | {"data": {"name": "none"}},
+        classes=test.classes,
+        shape=test.sample_shape,
+        clients=len(rehearsal.names),
+    )
     (folder / "setup.json").write_text(setup.to_json())
-    port = free_port()
+    port = find_free_port()
     (home / "flwr" / "config.toml").write_text(
         f'[superlink]\ndefault = "bench"\n[superlink.bench]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
-    environment = os.environ | quiet_flower(home) | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    environment = os.environ | flower_environment(home) | {"PATH": f"{BIN}:{os.environ['PATH']}"}
     link = ["--insecure", "--host", "127.0.0.1", "--port", str(port), "--disable-runtime-dependency-installation"]
     commands = [[str(BIN / "flower-superlink"), *link]]
-    for name in played.names:
-        place = played.folder / name
+    for name in rehearsal.names:
+        data = rehearsal.folder / name
         file = folder / "sites" / f"{name}.json"
-        remember_site(Site(name, place / "labels.csv", place / "images", folder / "memory" / name, device="cpu"), file)
-        node = ["--insecure", "--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1", "--port", str(free_port())]
+        write_site_file(
+            Site(
+                name=name,
+                csv=data / "labels.csv",
+                images=data / "images",
+                state_dir=folder / "state" / name,
+                device="cpu",
+            ),
+            file,
+        )
+        node = ["--insecure", "--superlink", f"127.0.0.1:{port}"]
+        node += ["--host", "127.0.0.1", "--port", str(find_free_port())]
         commands.append([str(BIN / "flower-supernode"), *node, "--node-config", f'site="{file}"'])
-    with started(folder / "flower.log", environment, commands):
-        config = f"rounds={played.experiment.training.rounds} sites={len(played.names)} "
+    with running_programs(folder / "flower.log", environment, commands):
+        config = f"rounds={rehearsal.experiment.training.rounds} sites={len(rehearsal.names)} "
         config += f'setup="{folder / "setup.json"}" result="{result}"'
         subprocess.run([BIN / "flwr", "run", project, "bench", "--run-config", config], env=environment, check=True)
         deadline = time.monotonic() + 600
@@ -217,7 +254,7 @@ def flowers(played: rehearsal.Rehearsal, folder: Path) -> tuple[list[dict[str, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sites", type=int, default=3)
     options = parser.parse_args()
@@ -229,16 +266,19 @@ def main() -> None:
     values["training"] |= {"optimizer": "sgd", "lr": 0.01}
     experiment = Experiment.make(values)
     folder = Path(tempfile.mkdtemp(prefix="fedmll-bench-"))
-    played = rehearsal.prepare(experiment, options.sites, folder / "sites-data")
+    rehearsal = prepare_rehearsal(experiment, options.sites, folder / "sites-data")
     print(f"{options.sites} sites, {options.rounds} rounds, {experiment.data.name}; logs in {folder}", flush=True)
-    found = {"fedmll (TLS, keys)": ours(played, folder), "Flower FedAvg (insecure)": flowers(played, folder)}
-    (_, mine), (_, theirs) = found.values()
-    floats = [name for name in mine if mine[name].is_floating_point()]
-    gap = max(float((mine[name] - theirs[name]).abs().max()) for name in floats)
+    found = {
+        "fedmll (TLS, keys)": run_fedmll(rehearsal, folder),
+        "Flower FedAvg (insecure)": run_flower(rehearsal, folder),
+    }
+    (_, ours), (_, theirs) = found.values()
+    floats = [name for name in ours if ours[name].is_floating_point()]
+    gap = max(float((ours[name] - theirs[name]).abs().max()) for name in floats)
     if gap > 1e-4:
-        raise SystemExit(f"the two do not train the same: weights differ by {gap:.2g}")
+        raise SystemExit(f"the two federations do not train the same model: their weights differ by up to {gap:.2g}")
     print(f"weights agree to {gap:.1g}\n")
-    print("| | s a round (median) | training | overhead (median) | first round | kB up | kB down |")
+    print("| | s per round (median) | training | overhead (median) | first round | kB up | kB down |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for name, (rows, _) in found.items():
         seconds, overhead = [r["seconds"] for r in rows], [r["seconds"] - r["training"] for r in rows]

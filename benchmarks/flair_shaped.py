@@ -1,15 +1,15 @@
-"""Data of FLAIR's shape (51,414 users, 429,078 tiny images, 17 and 1,628 labels), and what it costs to open it.
+"""Random data of FLAIR's shape (51,414 users, 429,078 tiny images, 17 and 1,628 labels), and the cost of opening it.
 
-    python benchmarks/flair_shaped.py FOLDER                  write it (minutes: a file an image), unless it is there
-    python benchmarks/flair_shaped.py FOLDER --open fine      open it in this process: seconds, memory, a round's images
-    python benchmarks/flair_shaped.py FOLDER --layout users   the same in one HDF5 file, as ml-flair writes it by user
-    python benchmarks/flair_shaped.py FOLDER --layout pfl     … or as pfl-research does
-    python benchmarks/flair_shaped.py --partition             a Dirichlet partition over as many clients; also with
+    python benchmarks/flair_shaped.py FOLDER                  write it (minutes: one file per image), unless it exists
+    python benchmarks/flair_shaped.py FOLDER --open fine      open it: seconds, memory, the images of a round
+    python benchmarks/flair_shaped.py FOLDER --layout users   as one HDF5 file by user, as ml-flair writes it
+    python benchmarks/flair_shaped.py FOLDER --layout pfl     as one HDF5 file, as pfl-research writes it
+    python benchmarks/flair_shaped.py --partition             a Dirichlet partition over 51,414 clients; also with
                                                               --presence 0.5, --combinations 100000
 
 What is published of FLAIR's users (github.com/apple/ml-flair, README and explore_labels.ipynb): 41,131, 5,141 and 5,142
-train, validate and test. Images a user: mean 8.35, std 51.3, quartiles 1, 2 and 5, at most 4,151; an image has 2.79
-coarse and 4.61 fine labels. The sizes here have this mean, these quartiles and this maximum exactly, and std 47:
+train, validate and test. Images per user: mean 8.35, std 51.3, quartiles 1, 2 and 5, at most 4,151; an image has 2.79
+coarse and 4.61 fine labels. The sizes here have exactly this mean, these quartiles and this maximum, and std 47:
 between the largest user and the upper quartile log(size) is a parabola of log(rank), bent so that the total is right.
 """
 
@@ -31,8 +31,8 @@ from PIL import Image
 
 USERS, IMAGES, COARSE, FINE = 51_414, 429_078, 17, 1_628
 SHARES = {"train": 41_131 / USERS, "val": 5_141 / USERS, "test": 5_142 / USERS}
-QUARTILES, LARGEST = (5, 2, 1), 4_151  # images a user, from above
-KINDS = 24  # different images; the others are links to them: a file system's links to one file are limited
+QUARTILES, LARGEST = (5, 2, 1), 4_151  # images per user, from above
+KINDS = 24  # different images; all others are links to them, but a file system limits the links to one file
 LINKS = 30_000
 SIDE = 8  # pixels
 
@@ -59,7 +59,7 @@ def sizes(users: int = USERS, images: int = IMAGES) -> np.ndarray:
 
 
 def users_of(users: int, images: int) -> Iterator[tuple[str, str, list[Photo]]]:
-    """Name, part and photographs of every user, in an order that has nothing to do with their sizes."""
+    """Name, split and photographs of every user, in an order that does not depend on their sizes."""
     rng = np.random.default_rng(0)
     counts = rng.permutation(sizes(users, images))
     ends = np.round(np.cumsum(list(SHARES.values())) * users)
@@ -79,7 +79,7 @@ def write(folder: Path, users: int = USERS, images: int = IMAGES) -> None:
     """labels_and_metadata.json and small_images/."""
     rng = np.random.default_rng(0)
     (folder / "small_images").mkdir(parents=True)
-    kinds = []
+    kinds: list[Path] = []
     for _ in range(max(KINDS, -(-images // LINKS))):
         stream = io.BytesIO()
         Image.fromarray(rng.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(stream, "JPEG")
@@ -124,9 +124,10 @@ def write_hdf5(file: Path, sparse: bool, users: int = USERS, images: int = IMAGE
             archive[f"metadata/{kind}_mapping"] = json.dumps(known)
 
 
-def opened(root: Path, kind: str) -> None:
+def measure_opening(root: Path, kind: str) -> None:
+    """Print the cost of opening the data, and how many images a round of 50 users reads."""
     from fedmll.data import participation
-    from fedmll.data.images.lazy import LazyImages
+    from fedmll.data.images.lazy_images import LazyImages
     from fedmll.data.sources import load
 
     before, begin = time.process_time(), time.perf_counter()
@@ -134,32 +135,33 @@ def opened(root: Path, kind: str) -> None:
     took, wall = time.process_time() - before, time.perf_counter() - begin
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"flair:{kind}: {len(splits.train):,} training images, {len(splits.train.classes):,} labels")
-    print(f"opened in {took:.1f} s of CPU ({wall:.1f} s), {memory:.0f} MB at most")
+    print(f"opened in {took:.1f} s of CPU ({wall:.1f} s), peak memory {memory:.0f} MB")
     read: list[int] = []
     store: Any = splits.train.store
     assert isinstance(store, LazyImages)
-    one = store.read
+    original_read = store.read
 
-    def counted(row: int) -> Any:
+    def counting_read(row: int) -> Any:
         read.append(row)
-        return one(row)
+        return original_read(row)
 
-    store.read = counted
+    store.read = counting_read
     groups = splits.train.groups
     assert groups is not None
     starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
     counts = np.diff(np.append(starts, len(groups)))
-    chosen = participation.choose(counts, 1, 0, fraction=1.0, count=50, sampling="size")
+    chosen = participation.choose_clients(counts, 1, 0, fraction=1.0, count=50, sampling="size")
     begin = time.process_time()
     for user in chosen:
         splits.train.subset(np.arange(starts[user], starts[user] + counts[user])).samples(slice(None))
-    store.read = one
+    store.read = original_read
     print(f"a round of 50 of {len(starts):,} users: {counts[chosen].sum():,} images, {len(read):,} images read, "
           f"{time.process_time() - begin:.1f} s")  # fmt: skip
 
 
-def divided(presence: float, combinations: int) -> None:
-    """As many images as FLAIR's, with about 2.5 of 17 labels in so many combinations, dealt to as many clients."""
+def measure_partition(presence: float, combinations: int) -> None:
+    """Print the cost of a Dirichlet partition. It has as many images and clients as FLAIR, about 2.5 of 17 labels per
+    image, and this number of label combinations."""
     from fedmll.data.partition import partition
 
     rng = np.random.default_rng(0)
@@ -170,7 +172,7 @@ def divided(presence: float, combinations: int) -> None:
     took = time.process_time() - before
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{IMAGES:,} images, {len(np.unique(labels, axis=0)):,} combinations of {COARSE} labels, {USERS:,} clients, "
-          f"presence {presence:g}: {took:.1f} s of CPU, {memory:.0f} MB at most; {found.report}")  # fmt: skip
+          f"presence {presence:g}: {took:.1f} s of CPU, peak memory {memory:.0f} MB; {found.report}")  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -181,15 +183,15 @@ if __name__ == "__main__":
     parser.add_argument("--partition", action="store_true")
     parser.add_argument("--combinations", type=int, default=2000)
     parser.add_argument("--presence", type=float, default=1.0)
-    given = parser.parse_args()
-    if given.partition:
-        divided(given.presence, given.combinations)
-    if given.folder is not None:
-        root = given.folder if given.layout == "raw" else given.folder / given.layout / "flair.hdf5"
-        if given.layout == "raw" and not (root / "labels_and_metadata.json").is_file():
+    options = parser.parse_args()
+    if options.partition:
+        measure_partition(options.presence, options.combinations)
+    if options.folder is not None:
+        root = options.folder if options.layout == "raw" else options.folder / options.layout / "flair.hdf5"
+        if options.layout == "raw" and not (root / "labels_and_metadata.json").is_file():
             write(root)
-        elif given.layout != "raw" and not root.is_file():
-            write_hdf5(root, given.layout == "pfl")
-        if given.open:
+        elif options.layout != "raw" and not root.is_file():
+            write_hdf5(root, options.layout == "pfl")
+        if options.open:
             os.environ.setdefault("FEDMLL_CACHE", str(Path(tempfile.gettempdir()) / "fedmll-flair-shaped"))
-            opened(root, given.open)
+            measure_opening(root, options.open)

@@ -1,11 +1,12 @@
-"""What the label-query methods add to the methods they extend, as ratios measured in one run, side by side.
+"""How much time the label-query methods add to the methods that they extend.
 
-    FedLGT      a client's round / (FedC-Tran's round + one inference pass): the teacher predicts once a round
-    FedNCA-ML   a training step / the same step without the two regularisers
+    FedLGT      one client's round / (FedC-Tran's round + one inference pass): the teacher predicts once per round
+    FedNCA-ML   one training step / the same step without the two regularisers
+    C-Tran      time and memory against the number of labels (--labels), with full attention between the labels and
+                with attention through inducing tokens
 
-    C-Tran      against the number of labels, where labels see each other and where they do so through inducing tokens
-
-Random images, one thread, CPU time of this process, so other programs on the machine matter little.
+The images are random. Each ratio is measured in one process with one thread, in turns. Times are CPU times of this
+process, so that other programs on the machine matter little.
 
     python benchmarks/label_query_cost.py
     python benchmarks/label_query_cost.py --labels 17 80 400 1628
@@ -27,13 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmll.client import Client, Work
+from fedmll.config.experiment import Experiment
+from fedmll.core.message import Message
 from fedmll.data.dataset import Dataset
-from fedmll.engines.learner import Learner
-from fedmll.experiment import Experiment
-from fedmll.message import Message
-from fedmll.task import Task
-from fedmll.testing import loss_of, work_of
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import Client, ClientRound
+from fedmll.methods.task import Task
+from fedmll.testing import client_with, compute_loss, start_round
 
 LIMIT = 1.15
 BATCH = 16
@@ -66,15 +67,15 @@ def main() -> None:
             print(
                 f"FedNCA-ML, {classes} classes: step {ratio:.3f} × the step without regularisers {1e3 * plain:.1f} ms"
             )
-    print(f"largest ratio {worst:.3f}; at most {LIMIT} is wanted: {'good' if worst <= LIMIT else 'TOO MUCH'}")
+    print(f"largest ratio {worst:.3f}; goal: at most {LIMIT}: {'reached' if worst <= LIMIT else 'MISSED'}")
 
 
 def lgt_round(data: Dataset, encoder: str, epochs: int, repeats: int) -> tuple[float, float, float]:
-    plain = trainer(make("fedctran", data, {"training.local_epochs": epochs}), data)
-    lgt = make("fedlgt", data, {"training.local_epochs": epochs, "method.encoder": encoder})
-    whole = trainer(lgt, data)
+    plain = make_training(make_trainer("fedctran", data, {"training.local_epochs": epochs}), data)
+    lgt = make_trainer("fedlgt", data, {"training.local_epochs": epochs, "method.encoder": encoder})
+    whole = make_training(lgt, data)
     client = one_client(lgt, data)
-    times = interleaved([whole, plain, lambda: Work(client, Message()).look()], repeats)
+    times = interleaved([whole, plain, lambda: ClientRound(client, Message()).outputs()], repeats)
     ratio = statistics.median(a / (b + c) for a, b, c in times)
     return ratio, statistics.median(t[1] for t in times), statistics.median(t[2] for t in times)
 
@@ -87,12 +88,12 @@ def nca_step(data: Dataset, repeats: int) -> tuple[float, float]:
 
 def stepper(data: Dataset, regularised: bool) -> Callable[[], None]:
     changes = {"method.neg": regularised, "method.pos": regularised, "method.lambda_neg": 1.0}
-    learner = make("fednca-ml", data, changes)
-    work = work_of(learner, one_client(learner, data))
-    optimizer = torch.optim.AdamW(learner.weights.parameters, fused=True)
+    trainer = make_trainer("fednca-ml", data, changes)
+    client_round = start_round(trainer, one_client(trainer, data))
+    optimizer = torch.optim.AdamW(trainer.weights.parameters, fused=True)
 
     def step() -> None:
-        loss_of(learner, work).backward()
+        compute_loss(trainer, client_round).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -100,8 +101,8 @@ def stepper(data: Dataset, regularised: bool) -> Callable[[], None]:
 
 
 def by_labels(methods: list[str], counts: list[int], inducing: int, repeats: int) -> None:
-    """A table; each figure in a process of its own, whose peak memory it is."""
-    print(f"a client's round of one batch of {BATCH} images; CPU seconds, and the memory that it adds at most\n")
+    """Print the table. Every cell has a process of its own, because memory is the peak of a process."""
+    print(f"one client's round of one batch of {BATCH} images: CPU seconds, and the additional peak memory\n")
     ways = (("full", 0), (f"{inducing} inducing tokens", inducing))
     header = ["method", "labels", *(f"{way}: {what}" for way, _ in ways for what in ("s", "MB"))]
     print("| " + " | ".join(header) + " |\n|---|" + "---:|" * (len(header) - 1))
@@ -110,8 +111,8 @@ def by_labels(methods: list[str], counts: list[int], inducing: int, repeats: int
             cells = []
             for _, tokens in ways:
                 command = [sys.executable, __file__, "--repeats", str(repeats), "--one", name, str(classes)]
-                said = subprocess.run([*command, str(min(tokens, classes - 1))], check=True, stdout=subprocess.PIPE)
-                seconds, memory = json.loads(said.stdout)
+                done = subprocess.run([*command, str(min(tokens, classes - 1))], check=True, stdout=subprocess.PIPE)
+                seconds, memory = json.loads(done.stdout)
                 cells += [f"{seconds:.2f}", f"{memory:.0f}"]
             print("| " + " | ".join([name, f"{classes:,}", *cells]) + " |", flush=True)
 
@@ -121,9 +122,9 @@ def one_batch(name: str, classes: int, inducing: int, size: int, repeats: int) -
         changes: dict[str, Any] = {"method.inducing": inducing or None}
         if name == "fedlgt":
             changes["method.encoder"] = word_vectors(Path(folder) / "words.txt", classes + 2)
-        few, many = (make(name, random_data(BATCH, c, size), changes) for c in (inducing + 2, classes))
-    trainer(few, random_data(BATCH, inducing + 2, size))()  # torch's own buffers are not the labels'
-    train, before = trainer(many, random_data(BATCH, classes, size)), in_memory("VmRSS")
+        few, many = (make_trainer(name, random_data(BATCH, c, size), changes) for c in (inducing + 2, classes))
+    make_training(few, random_data(BATCH, inducing + 2, size))()  # allocates torch's own buffers, which do not count
+    train, before = make_training(many, random_data(BATCH, classes, size)), in_memory("VmRSS")
     times = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -133,25 +134,25 @@ def one_batch(name: str, classes: int, inducing: int, size: int, repeats: int) -
 
 
 def in_memory(what: str) -> float:
-    """MB of this process: VmRSS now, VmHWM at most so far."""
+    """Memory of this process in MB: VmRSS is the current value, VmHWM the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
 
 
-def trainer(learner: Learner, data: Dataset) -> Callable[[], Message]:
-    client = one_client(learner, data)
+def make_training(trainer: Trainer, data: Dataset) -> Callable[[], Message]:
+    """A function that trains one client for one round."""
+    client = one_client(trainer, data)
     message = Message(client.weights.dump())
-    return lambda: learner.train(client, message, {})
+    return lambda: trainer.train(client, message, {})
 
 
-def make(name: str, data: Dataset, changes: dict[str, Any]) -> Learner:
+def make_trainer(name: str, data: Dataset, changes: dict[str, Any]) -> Trainer:
     experiment = Experiment().changed({"method.name": name, "training.batch_size": BATCH} | changes)
-    return Learner(Task(experiment, data.classes, data.sample_shape, 1, torch.device("cpu")))
+    return Trainer(Task(experiment, data.classes, data.sample_shape, 1, torch.device("cpu")))
 
 
-def one_client(learner: Learner, data: Dataset) -> Client:
-    everything = torch.ones(len(data.classes), dtype=torch.bool)
-    return Client(learner.task, "c000", 1, data, everything, everything, learner.model, learner.weights)
+def one_client(trainer: Trainer, data: Dataset) -> Client:
+    return client_with(trainer, data, name="c000")
 
 
 def random_data(samples: int, classes: int, size: int) -> Dataset:
@@ -162,7 +163,7 @@ def random_data(samples: int, classes: int, size: int) -> Dataset:
 
 
 def word_vectors(path: Path, classes: int) -> str:
-    """A text encoder that needs no library: random vectors for the words of the sentences."""
+    """Write random vectors for the words of the sentences, as a text encoder that needs no library."""
     words = ["the", "photo", "contains", "positive", "negative", *(f"thing{number}" for number in range(classes))]
     vectors = np.random.default_rng(1).normal(size=(len(words), 64))
     lines = (f"{word} {' '.join(f'{x:.6f}' for x in row)}\n" for word, row in zip(words, vectors, strict=True))
@@ -171,7 +172,7 @@ def word_vectors(path: Path, classes: int) -> str:
 
 
 def interleaved(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
-    """CPU seconds of each call, again and again in turn, after one turn to warm up."""
+    """CPU seconds of each call. The calls take turns; the first turn warms up and is not returned."""
     times = []
     for turn in range(repeats + 1):
         row = []
@@ -190,10 +191,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", default=128, type=int, help="of the client")
     parser.add_argument("--size", default=64, type=int, help="side of the images")
     parser.add_argument("--repeats", default=5, type=int)
-    parser.add_argument("--labels", nargs="+", type=int, help="C-Tran against the number of labels, and nothing else")
+    parser.add_argument("--labels", nargs="+", type=int, help="measure only C-Tran, with these numbers of labels")
     parser.add_argument("--methods", nargs="+", default=["fedctran", "fedlgt"], help="for --labels")
-    parser.add_argument("--inducing", default=32, type=int, help="tokens, for --labels")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--inducing", default=32, type=int, help="number of inducing tokens, for --labels")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # in a child process: one cell of the table
     return parser.parse_args()
 
 

@@ -1,10 +1,12 @@
-"""Many sites on one machine, as a rehearsal is: what a round takes, and how much memory a server and a site need.
+"""A rehearsal with many sites on one machine: how long a round takes, and how much memory the server and a site need.
 
     python benchmarks/many_sites.py [--sites 20] [--rounds 5]
 
-TLS and keys as between machines. Each site is a `fedmll join` and Flower's SuperNode, the server this process and
-Flower's SuperLink. Memory is the most that each process had (VmHWM); what processes share (the libraries) counts in
-each. Seconds are the median of the rounds after the first, with all sites training on the same cores."""
+TLS and keys are used, as between machines. Each site has two processes, `fedmll join` and Flower's SuperNode. The
+server has two as well, this one and Flower's SuperLink. Memory is the peak of each process (VmHWM); libraries that
+processes share are counted in each. Seconds are the median of the rounds after the first. All sites train on the same
+cores.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,32 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from fedmll.deploy import rehearsal, serving
-from fedmll.deploy.flower.processes import free_port
-from fedmll.experiment import Experiment
-from fedmll.running.observers import Observer
+from fedmll.config.experiment import Experiment
+from fedmll.deploy.flower.child_processes import find_free_port
+from fedmll.deploy.server.rehearsal import prepare_rehearsal, running_clients
+from fedmll.deploy.server.serve import serve
+from fedmll.deploy.server.server_settings import ServerSettings
+from fedmll.training.callbacks import Callback
 
 
-class Watch(Observer):
+class RoundRecorder(Callback):
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def round_done(self, row: dict[str, Any]) -> None:
+    def on_round_end(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         print(f"round {row['round']}: {row['clients']} clients, {row['seconds']:.1f} s", flush=True)
 
 
-class Memory:
-    """The most that this process's descendants had, by kind, looked at twice a second."""
+class PeakMemory:
+    """The peak memory of this process and its descendants, by kind of process. It is read twice per second."""
 
     def __init__(self) -> None:
-        self.most: dict[tuple[str, int], float] = {}
-        self.over = threading.Event()
+        self.peaks: dict[tuple[str, int], float] = {}  # (kind, process id) → MB
+        self.stopped = threading.Event()
 
     def watch(self) -> None:
-        while not self.over.wait(0.5):
+        while not self.stopped.wait(0.5):
             parents, kinds = {}, {os.getpid(): "server"}
             for path in Path("/proc").glob("[0-9]*"):
                 try:
@@ -51,45 +55,53 @@ class Memory:
                 if kind:
                     kinds[int(path.name)] = kind
             for number, kind in kinds.items():
-                if self._is_mine(number, parents):
-                    self._note(kind, number)
+                if self._is_descendant(number, parents):
+                    self._record(kind, number)
 
     @staticmethod
-    def _is_mine(number: int, parents: dict[int, int]) -> bool:
+    def _is_descendant(number: int, parents: dict[int, int]) -> bool:
         while number not in (0, 1, os.getpid()):
             number = parents.get(number, 0)
         return number == os.getpid()
 
-    def _note(self, kind: str, number: int) -> None:
+    def _record(self, kind: str, number: int) -> None:
         try:
             lines = Path(f"/proc/{number}/status").read_text().splitlines()
         except OSError:
             return
         found = [int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmHWM")]
-        self.most[kind, number] = max([*found, self.most.get((kind, number), 0.0)])
+        self.peaks[kind, number] = max([*found, self.peaks.get((kind, number), 0.0)])
 
     def megabytes(self, kind: str) -> float:
-        return mean([value for (each, _), value in self.most.items() if each == kind] or [float("nan")])
+        return mean([value for (each, _), value in self.peaks.items() if each == kind] or [float("nan")])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     values = {"partition": {"holdout": 0.0, "kind": "iid"}, "training": {"rounds": options.rounds}}
     experiment = Experiment.make(values)
     with tempfile.TemporaryDirectory(prefix="fedmll-many-") as folder:
-        played = rehearsal.prepare(experiment, options.sites, Path(folder) / "sites")
-        port, watch, memory = free_port(), Watch(), Memory()
-        server = serving.Server(played.names, "127.0.0.1", port, str(played.keys), options.sites, 600, 1800)
+        rehearsal = prepare_rehearsal(experiment, options.sites, Path(folder) / "sites")
+        port, recorder, memory = find_free_port(), RoundRecorder(), PeakMemory()
+        settings = ServerSettings(
+            clients=rehearsal.names,
+            host="127.0.0.1",
+            port=port,
+            keys=str(rehearsal.keys),
+            min_clients=options.sites,
+            round_timeout=600,
+            join_timeout=1800,
+        )
         threading.Thread(target=memory.watch, daemon=True).start()
-        with rehearsal.joined(played, f"127.0.0.1:{port}", False):
-            serving.serve(played.experiment, server, Path(folder) / "run", watch)
-        memory.over.set()
-    seconds = [row["seconds"] for row in watch.rows]
-    print(f"\n{options.sites} sites, {os.cpu_count()} cores, {played.experiment.method.name}\n")
-    print("| sites | s a round | first round | server | its SuperLink | a site | its SuperNode |")
+        with running_clients(rehearsal, f"127.0.0.1:{port}", False):
+            serve(rehearsal.experiment, settings, Path(folder) / "run", callback=recorder)
+        memory.stopped.set()
+    seconds = [row["seconds"] for row in recorder.rows]
+    print(f"\n{options.sites} sites, {os.cpu_count()} cores, {rehearsal.experiment.method.name}\n")
+    print("| sites | s per round | first round | server | its SuperLink | one site | its SuperNode |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     cells = [str(options.sites), f"{median(seconds[1:] or seconds):.1f}", f"{seconds[0]:.1f}"]
     cells += [f"{memory.megabytes(kind):.0f} MB" for kind in ("server", "superlink", "join", "supernode")]

@@ -1,11 +1,11 @@
-"""From `fedmll run` to the end of its first training step: CPU seconds, beyond what `import torch` takes.
+"""CPU seconds from `fedmll run` to the end of its first training step, beyond what `import torch` takes.
 
     python benchmarks/startup.py
 
-`fedmll run` is started as a user does, on the embedded data, and a clock is hung into it: CPU time (user and system) of
-the process from its very start, and of the worker that is first to begin a second step. Everything before is in it:
-Python, the command line, methods, data, partition, model, processes. In turns with a Python that imports torch and
-nothing else; medians of the differences. Compiled Python files are there, as after any installation.
+`fedmll run` is started as a user does, on the embedded data. A patched training step records the CPU time (user and
+system) of the process since its start, and of the worker that begins a second step first. This includes everything
+before: Python, the command line, methods, data, partition, model, processes. It takes turns with a Python process that
+only imports torch; the median of the differences is shown. Compiled Python files exist, as after any installation.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 LIMIT = 1.5
 
 
-def clocked(report: Path, command: list[str]) -> None:
-    """In a process of its own: the command, which writes its CPU seconds when the second step of a client begins."""
+def run_timed(report: Path, command: list[str]) -> None:
+    """In a child process: run the command, and write its CPU seconds when the second step of a client begins."""
     from fedmll.cli.main import main
-    from fedmll.engines.learner import Learner
+    from fedmll.engines.trainer import Trainer
 
-    started, steps, loss = os.getpid(), [0], Learner.loss
+    started, steps, loss = os.getpid(), [0], Trainer.loss
 
-    def watched(self: Learner, step: Any) -> Any:
+    def timed_loss(self: Trainer, step: Any) -> Any:
         steps[0] += 1
         if steps[0] == 2 and not report.exists():
             own = time.process_time()
@@ -42,7 +42,7 @@ def clocked(report: Path, command: list[str]) -> None:
             written.rename(report)
         return loss(self, step)
 
-    Learner.loss = watched  # type: ignore[method-assign]
+    Trainer.loss = timed_loss  # type: ignore[method-assign]
     sys.argv = ["fedmll", *command]
     main()
 
@@ -56,7 +56,8 @@ def cpu_of(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def only_torch(environment: dict[str, str]) -> float:
+def import_torch(environment: dict[str, str]) -> float:
+    """CPU seconds of a process that only imports torch."""
     code = "import torch, time; print(time.process_time())"
     return float(subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True).stdout)
 
@@ -65,16 +66,16 @@ def first_step(folder: Path, workers: int, environment: dict[str, str]) -> dict[
     report = folder / "report.json"
     report.unlink(missing_ok=True)
     run = ["run", "--rounds", "1", "--workers", str(workers), "--out", str(Path(tempfile.mkdtemp(dir=folder)) / "run")]
-    run += ["--set", "data.limit=400"]  # what comes after the first step is not of interest
-    command = [sys.executable, __file__, "--clocked", str(report), *run]
+    run += ["--set", "data.limit=400"]  # what follows the first step is not measured
+    command = [sys.executable, __file__, "--run-timed", str(report), *run]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     found: dict[str, Any] = json.loads(report.read_text())
     return found
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--clocked"]:
-        clocked(Path(sys.argv[2]), sys.argv[3:])
+    if sys.argv[1:2] == ["--run-timed"]:
+        run_timed(Path(sys.argv[2]), sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3)
@@ -85,10 +86,10 @@ def main() -> None:
         environment |= {"PYTHONPYCACHEPREFIX": str(folder / "compiled"), "OMP_NUM_THREADS": "1"}
         rows: dict[int, list[tuple[float, float, float]]] = {0: [], 2: []}
         for turn in range(turns + 1):
-            torch_alone = only_torch(environment)
+            torch_alone = import_torch(environment)
             for workers, taken in rows.items():
                 found = first_step(folder, workers, environment)
-                if turn:  # the first one compiles
+                if turn:  # the first turn compiles
                     taken.append((torch_alone, *found["seconds"]))
         print(f"CPU seconds to the end of the first step; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; "
               f"heavy libraries loaded by then: {', '.join(found['loaded']) or 'none'}\n")  # fmt: skip
@@ -101,7 +102,7 @@ def main() -> None:
             beyond = statistics.median(own + worker - alone for alone, own, worker in taken)
             worst = max(worst, beyond)
             print(f"| {workers} | {alone:.2f} | {own:.2f} | {worker:.2f} | {beyond:.2f} |")
-        print(f"\nat most {LIMIT} s beyond torch is wanted: {'good' if worst <= LIMIT else 'TOO MUCH'}")
+        print(f"\ngoal: at most {LIMIT} s beyond torch: {'reached' if worst <= LIMIT else 'MISSED'}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """Federated multi-label learning: one library, one command.
 
-from fedmll import Experiment, run
-result = run(Experiment(seed=1))
+    from fedmll import Experiment, run
+    result = run(Experiment(seed=1))
+
+Public names: Experiment, run, resume, compare, load_run, load_model; Method, Part and register for own methods;
+Callback and Result. The packages, from the lowest to the highest: core, config, data, models, methods, evaluation,
+engines, runs, inference, training, comparison, reports, deploy, cli. A package imports only from those before it.
 """
 
 from __future__ import annotations
@@ -10,49 +14,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedmll.errors import FedmllError
-    from fedmll.experiment import Experiment
-    from fedmll.methods.contract import Part
+    from fedmll.comparison.compare import compare
+    from fedmll.config.experiment import Experiment
+    from fedmll.core.errors import FedmllError
+    from fedmll.core.registry import register
+    from fedmll.inference.load import load_run
+    from fedmll.inference.model_file import load_model
+    from fedmll.methods.base import Part
     from fedmll.methods.method import Method
-    from fedmll.registry import register
-    from fedmll.running.compare import compare
-    from fedmll.running.loop import resume, run
-    from fedmll.running.model import load_model
-    from fedmll.running.observers import Observer, Result
-    from fedmll.running.saved import load_run
+    from fedmll.training.callbacks import Callback, Result
+    from fedmll.training.round_loop import resume, run
 
-_HOME = {
-    "Experiment": "experiment",
-    "FedmllError": "errors",
+_MODULES = {
+    "Callback": "training.callbacks",
+    "Experiment": "config.experiment",
+    "FedmllError": "core.errors",
     "Method": "methods.method",
-    "Observer": "running.observers",
-    "Part": "methods.contract",
-    "Result": "running.observers",
-    "compare": "running.compare",
-    "load_model": "running.model",
-    "load_run": "running.saved",
-    "register": "registry",
-    "resume": "running.loop",
-    "run": "running.loop",
+    "Part": "methods.base",
+    "Result": "training.callbacks",
+    "compare": "comparison.compare",
+    "load_model": "inference.model_file",
+    "load_run": "inference.load",
+    "register": "core.registry",
+    "resume": "training.round_loop",
+    "run": "training.round_loop",
 }
 __all__ = [
-    "Experiment", "FedmllError", "Method", "Observer", "Part", "Result", "__version__", "compare", "load_model",
+    "Callback", "Experiment", "FedmllError", "Method", "Part", "Result", "__version__", "compare", "load_model",
     "load_run", "register", "resume", "run",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Imported at first use: `fedmll --help` does not wait for torch."""
+    """Import a public name at its first use: `fedmll --help` does not wait for torch."""
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from fedmll.core.versions import fedmll_version
 
-        try:
-            return version("fedmll")
-        except PackageNotFoundError:  # a source tree that is not installed
-            return "0+source"
-    if name not in _HOME:
+        return fedmll_version()
+    if name not in _MODULES:
         raise AttributeError(f"module 'fedmll' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"fedmll.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"fedmll.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
 """Small builders for tests, benchmarks and authors of plug-ins.
 
-learner = learner_of(experiment(method__name="mine"), classes=("a", "b", "c"))
-work = work_of(learner, client_of(learner, labels))
-loss = loss_of(learner, work)
+trainer = make_trainer(experiment(method__name="mine"), classes=("a", "b", "c"))
+client_round = start_round(trainer, make_client(trainer, labels))
+loss = compute_loss(trainer, client_round)
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedmll.client import Client, Peer, Reply, Step, Work, under
+from fedmll.config.experiment import Experiment
+from fedmll.core.message import Message, Tensors
 from fedmll.data.dataset import Dataset
-from fedmll.engines.learner import Learner
-from fedmll.experiment import Experiment
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import Records
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.base import Records
+from fedmll.methods.client_round import Client, ClientInfo, ClientRound, Reply, TrainStep, tensors_of
 from fedmll.methods.method import Method
-from fedmll.task import Task
+from fedmll.methods.task import Task
 
 CLASSES = ("a", "b", "c")
 
 
 def experiment(**overrides: Any) -> Experiment:
-    """Four clients of composite digits, two rounds, a tiny network: under a second. Keys as section__key."""
+    """Four clients of composite digits, two rounds, a tiny network: it runs in less than a second. Settings are written
+    as section__key."""
     values = {
         "data.limit": 160,
         "partition.clients": 4,
@@ -40,63 +41,83 @@ def experiment(**overrides: Any) -> Experiment:
     return Experiment().changed(values)
 
 
-def learner_of(
+def make_trainer(
     experiment: Experiment, classes: tuple[str, ...] = CLASSES, shape: tuple[int, ...] = (1, 8, 8), clients: int = 2
-) -> Learner:
-    return Learner(Task(experiment, classes, shape, clients, torch.device("cpu")))
+) -> Trainer:
+    """A trainer for images of this shape."""
+    return Trainer(Task(experiment, classes, shape, clients, torch.device("cpu")))
 
 
-def client_of(learner: Learner, labels: NDArray[Any], *, round: int = 1, name: str = "a", seed: int = 0) -> Client:
+def make_client(trainer: Trainer, labels: NDArray[Any], *, round: int = 1, name: str = "a", seed: int = 0) -> Client:
     """A client with random images and these targets (samples, classes): 1, 0, -1 unknown."""
-    task = learner.method.task
+    task = trainer.method.task
     images = np.random.default_rng(seed).integers(0, 256, (len(labels), *task.sample_shape), dtype=np.uint8)
-    known = torch.from_numpy((labels >= 0).any(0))
     data = Dataset(images, labels.astype(np.int8), task.classes)
-    return Client(task, name, round, data, known, known, learner.model, learner.weights)
+    return client_with(trainer, data, round=round, name=name)
 
 
-def work_of(learner: Learner, client: Client, message: Message | None = None, memory: Tensors | None = None) -> Work:
-    """The client's round after every part has prepared; the model in training mode. `message` is full of names
-    (`part/key`), `memory` too; what parts remember is in `work.memories`."""
-    parts = learner.method.list
-    work = Work(client, message or Message(), {part.name: under(part.name, memory or {}) for part in parts})
+def client_with(trainer: Trainer, data: Dataset, *, round: int = 1, name: str = "a") -> Client:
+    """A client with this data. It annotates every class of which it knows a target."""
+    known = torch.from_numpy((data.labels >= 0).any(0))
+    return Client(
+        task=trainer.method.task,
+        name=name,
+        round=round,
+        data=data,
+        annotated=known,
+        owned=known,
+        model=trainer.model,
+        weights=trainer.weights,
+    )
+
+
+def start_round(
+    trainer: Trainer, client: Client, message: Message | None = None, client_state: Tensors | None = None
+) -> ClientRound:
+    """The round of a client after `on_round_start` of every part, with the model in training mode. The tensors of
+    `message` and `client_state` have their full names (`part/name`)."""
+    parts = trainer.method.active_parts
+    states = {part.name: tensors_of(part.name, client_state or {}) for part in parts}
+    client_round = ClientRound(client, message or Message(), states)
     for part in parts:
-        work.fixed[part.name] = part.prepare(work)
+        client_round.round_states[part.name] = part.on_round_start(client_round)
     client.model.train()
-    return work
+    return client_round
 
 
-def step_of(learner: Learner, work: Work, *, states: Tensor | None = None) -> Step:
-    """The round's first batch, shaped by every part; or with these states of the labels."""
-    step = Step(work, next(iter(work.client.batches())))
-    for part in learner.method.list:
-        part.shape(step, work.fixed[part.name])
+def first_step(trainer: Trainer, client_round: ClientRound, *, states: Tensor | None = None) -> TrainStep:
+    """The first step of a round, after `transform_batch` of every part; with these label states if they are given."""
+    step = TrainStep(client_round, next(iter(client_round.client.batches())))
+    for part in trainer.method.active_parts:
+        part.transform_batch(step, client_round.round_states[part.name])
     if states is not None:
         step.states = states
     return step
 
 
-def loss_of(learner: Learner, work: Work, step: Step | None = None) -> Tensor:
-    """The loss of a step."""
-    return learner.loss(step or step_of(learner, work))
+def compute_loss(trainer: Trainer, client_round: ClientRound, step: TrainStep | None = None) -> Tensor:
+    """The loss of a step, by default of the first one."""
+    return trainer.loss(step or first_step(trainer, client_round))
 
 
-def reply_of(learner: Learner, work: Work, *, samples: float | None = None) -> Message:
-    """What the parts reply now, without training."""
-    replies = {part: part.finish(work, work.fixed[part.name]) for part in learner.method.list}
-    count = float(len(work.client.data)) if samples is None else samples
-    return Message(learner.method.joined(replies), {"samples": count, "steps": 1.0, "loss": 0.0})
+def make_reply(trainer: Trainer, client_round: ClientRound, *, samples: float | None = None) -> Message:
+    """The reply of a client as it is now, without training."""
+    states = client_round.round_states
+    replies = {part: part.on_round_end(client_round, states[part.name]) for part in trainer.method.active_parts}
+    count = float(len(client_round.client.data)) if samples is None else samples
+    return Message(trainer.method.join(replies), {"samples": count, "steps": 1.0, "loss": 0.0})
 
 
-def merge(method: Method, state: Tensors, replies: Iterable[Reply], round: int) -> tuple[Tensors, Records]:
-    """A round at the server: the next state and the records."""
-    merger = method.merger(state, round)
-    for peer, reply in replies:
-        merger.add(peer, reply)
-    return merger.result()
+def aggregate(method: Method, state: Tensors, replies: Iterable[Reply], round: int) -> tuple[Tensors, Records]:
+    """One round on the server: the next state and the records."""
+    aggregator = method.aggregator(state, round)
+    for client, reply in replies:
+        aggregator.add(client, reply)
+    return aggregator.result()
 
 
-def peer_of(index: int, classes: int, owned: Iterable[int] | None = None) -> Peer:
+def make_client_info(index: int, classes: int, owned: Iterable[int] | None = None) -> ClientInfo:
+    """A client as the server knows it, which owns all classes or these."""
     mask = torch.zeros(classes, dtype=torch.bool)
     mask[list(range(classes) if owned is None else owned)] = True
-    return Peer(index, f"c{index:03d}", mask)
+    return ClientInfo(index, f"c{index:03d}", mask)

@@ -50,7 +50,14 @@ def test_run_from_a_file_with_options_on_top(fedmll, tmp_path: Path) -> None:  #
 
 
 def test_compare_makes_tables_and_goes_on_where_it_was(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = ["compare", *QUICK, "--methods", "fedavg,fedavg:weights=equal,fedprox:mu=1+weights=equal", "--out", "grid"]
+    words = [
+        "compare",
+        *QUICK,
+        "--methods",
+        "fedavg,fedavg:weighting=equal,fedprox:mu=1+weighting=equal",
+        "--out",
+        "grid",
+    ]
     said = fedmll(*words, "--seeds", "0")
     assert said.code == 0, said.error
     first = (tmp_path / "grid" / "fedavg" / "seed-0" / "summary.json").stat().st_mtime_ns
@@ -67,7 +74,7 @@ def test_compare_makes_tables_and_goes_on_where_it_was(fedmll, tmp_path: Path) -
     assert shown in table[2]
     assert shown in said.out
     fedmll(*words, "--seeds", "0,1", "--against", "fedavg")  # margins, paired by seed; nothing runs again
-    prox = "fedprox:mu=1+weights=equal"
+    prox = "fedprox:mu=1+weighting=equal"
     other = [float(r["value"]) for r in rows if (r["method"], r["metric"]) == (prox, "macro_auc")]
     paired = np.subtract(other, aucs)
     table = (tmp_path / "grid" / "table.md").read_text()
@@ -240,7 +247,7 @@ def test_as_published_sets_what_a_paper_says_and_names_the_rest(fedmll, tmp_path
     text = (tmp_path / "other" / "experiment.toml").read_text()
     assert 'name = "fedavg"' in text and 'kind = "iid"' in text and "lr = 3e-05" in text
     refused(fedmll("run", "--as-published"), "'fedavg' has no published settings", "fedmlp")
-    refused(fedmll("compare", "--as-published"), "say whose paper")
+    refused(fedmll("compare", "--as-published"), "name a method")
     grid = fedmll(
         "compare", "--as-published", "fedmlp", *QUICK, "--backbone", "convnet", "--methods", "fedavg,centralized",
         "--seeds", "0", "--out", "grid",

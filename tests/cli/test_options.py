@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedmll.cli.options import Asked
+from fedmll.cli.options import ExperimentArguments
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def file(tmp_path: Path) -> Path:
 def test_another_method_leaves_the_files_options_out_and_says_so(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Asked(file, {"method.name": "fedavg"}, None, None).experiment()
+    found = ExperimentArguments(file=file, options={"method.name": "fedavg"}).experiment()
     assert (found.method.name, found.training.rounds) == ("fedavg", 3)
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("--method fedavg: the options of fedprox in")
@@ -30,11 +30,11 @@ def test_another_method_leaves_the_files_options_out_and_says_so(
 def test_the_same_method_keeps_them(
     file: Path, options: dict[str, str | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert Asked(file, options, None, None).experiment().method.options["mu"] == 0.25
+    assert ExperimentArguments(file=file, options=options).experiment().method.options["mu"] == 0.25
     assert capsys.readouterr().out == ""
 
 
 def test_what_is_said_on_the_command_line_is_the_new_methods(file: Path) -> None:
     file.write_text(file.read_text().replace("fedprox", "fedavg").replace("mu = 0.25", ""))
-    found = Asked(file, {"method.name": "fedprox"}, ["method.mu=0.5"], None).experiment()
+    found = ExperimentArguments(file=file, options={"method.name": "fedprox"}, settings=["method.mu=0.5"]).experiment()
     assert found.method.options["mu"] == 0.5

@@ -14,7 +14,7 @@ from PIL import Image
 
 from fedmll import load_run, run
 from fedmll.data import federation
-from fedmll.running.written import table_file
+from fedmll.inference.prediction_writer import open_prediction_writer
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def test_a_folder_of_images(fedmll, trained: Path, images: Path, tmp_path: Path)
     """The files are the first test images: their probabilities are the kept ones."""
     code, out, error = fedmll("predict", trained, "images", "--threshold", "tuned", "--out", "p.csv")
     assert code == 0, error
-    assert "images/below/c.png" in out and "every probability in p.csv" in out
-    assert "warning: 1 of 4 images cannot be read: images/broken.jpg (not an image that Pillow knows)." in error
+    assert "images/below/c.png" in out and "all probabilities written to p.csv" in out
+    assert "warning: 1 of 4 images cannot be read: images/broken.jpg (not an image format that Pillow reads)." in error
     saved = load_run(trained)
     kept, tuned = saved.predictions().probabilities[:3], saved.model.tuned_thresholds
     with (tmp_path / "p.csv").open(newline="") as file:
@@ -82,14 +82,14 @@ def test_other_files_and_known_labels(fedmll, trained: Path, images: Path, tmp_p
     first, second = json.loads((tmp_path / "p.json").read_text())
     assert first["predicted"][0] == "two" and len(first["predicted"]) == 2
     assert first["probabilities"]["two"] == 1 and first["probabilities"]["five"] == 0
-    assert second == {"image": "images/broken.jpg", "unreadable": "not an image that Pillow knows"}
+    assert second == {"image": "images/broken.jpg", "unreadable": "not an image format that Pillow reads"}
     parquet = pytest.importorskip("pyarrow.parquet")
     assert fedmll(*words, "--out", "p.parquet")[0] == 0
     table = parquet.read_table(tmp_path / "p.parquet").to_pylist()
     assert table[0]["predicted"] == "|".join(first["predicted"]) and table[0]["two"] == 1
     assert table[1]["unreadable"] and table[1]["two"] is None
     code, out, _ = fedmll("predict", model, *["images/a.png"] * 22, "--threshold", "1")
-    assert code == 0 and out.count("none") == 20 and "and 2 more; --out FILE.csv has all" in out
+    assert code == 0 and out.count("none") == 20 and "and 2 more; --out FILE.csv writes all" in out
 
 
 def test_what_cannot_be_predicted(fedmll, trained: Path, images: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -106,18 +106,18 @@ def test_what_cannot_be_predicted(fedmll, trained: Path, images: Path, tmp_path:
     refused(fedmll("predict", "nothing", "images/a.png"), "no model file nothing")
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes((trained / "model.safetensors").read_bytes()[:-7])
-    refused(fedmll("predict", cut, "images/a.png"), "not a whole model file", "Copy it again")
-    refused(fedmll("export", cut), "not a whole model file")
+    refused(fedmll("predict", cut, "images/a.png"), "not a complete model file", "Copy it again")
+    refused(fedmll("export", cut), "not a complete model file")
     run(small(training__rounds=1, partition__holdout=0.0), tmp_path / "plain")
     refused(fedmll("predict", "plain", "images/a.png", "--known", "two=1"), "cannot use known labels")
     refused(fedmll("predict", "plain", "images/a.png", "--threshold", "tuned"), "no validation data")
 
 
 def test_a_class_may_be_called_image(tmp_path: Path) -> None:
-    with table_file(tmp_path / "p.csv", ["image", "b"]):
+    with open_prediction_writer(tmp_path / "p.csv", ["image", "b"]):
         pass
     assert (tmp_path / "p.csv").read_text() == "_image,_predicted,_unreadable,image,b\n"
-    with table_file(tmp_path / "p.json", ["a"]):
+    with open_prediction_writer(tmp_path / "p.json", ["a"]):
         pass
     assert json.loads((tmp_path / "p.json").read_text()) == []
 

@@ -10,12 +10,12 @@ from conftest import SHARED_DATA
 from typer.testing import CliRunner
 
 from fedmll.cli.main import app
-from fedmll.cli.options import Asked
-from fedmll.cli.presets import names, preset, rows_of
+from fedmll.cli.options import ExperimentArguments
+from fedmll.comparison.plan import parse_variant
+from fedmll.config.experiment import Experiment
+from fedmll.config.presets import load_preset, preset_methods, preset_names
+from fedmll.core.errors import ConfigError, DataError
 from fedmll.data import federation
-from fedmll.errors import ConfigError, DataError
-from fedmll.experiment import Experiment
-from fedmll.running.variants import parse_variant
 
 TABLES = {  # of the papers; what is published of them is in their own tables
     "fedharmony": "1 2 3 4 5",
@@ -26,7 +26,7 @@ TABLES = {  # of the papers; what is published of them is in their own tables
 
 
 def test_every_table_has_a_preset() -> None:
-    assert names() == [f"{paper}/{table}" for paper, tables in TABLES.items() for table in tables.split()]
+    assert preset_names() == [f"{paper}/{table}" for paper, tables in TABLES.items() for table in tables.split()]
 
 
 def test_every_published_table_has_a_preset() -> None:
@@ -35,15 +35,15 @@ def test_every_published_table_has_a_preset() -> None:
         pytest.skip(f"{file} is not here: the published figures are for development only")
     with file.open(newline="") as stream:
         published = {f"{row['paper']}/{row['table']}" for row in csv.DictReader(stream)}
-    assert published == set(names())
+    assert published == set(preset_names())
 
 
 @pytest.mark.parametrize("variant", ["", "/small"])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", preset_names())
 def test_every_preset_and_every_row_of_its_table_is_accepted(name: str, variant: str) -> None:
-    found = Asked(Path(f"preset:{name}{variant}"), {}, None, None).experiment()
+    found = ExperimentArguments(file=Path(f"preset:{name}{variant}"), options={}).experiment()
     assert found.method.name == name.partition("/")[0]
-    for row in rows_of(name + variant):
+    for row in preset_methods(name + variant):
         found.changed(parse_variant(row).overrides)
     if variant:
         assert found.model.freeze == "backbone" and found.training.rounds <= 16
@@ -53,8 +53,10 @@ def test_every_preset_and_every_row_of_its_table_is_accepted(name: str, variant:
 @pytest.mark.parametrize("variant", ["", "/small"])
 def test_a_preset_without_its_data_says_what_is_missing(tmp_path: Path, variant: str) -> None:
     sources = set()
-    for name in names():
-        found = Asked(Path(f"preset:{name}{variant}"), {"data.root": str(tmp_path)}, None, None).experiment()
+    for name in preset_names():
+        found = ExperimentArguments(
+            file=Path(f"preset:{name}{variant}"), options={"data.root": str(tmp_path)}
+        ).experiment()
         if found.data.name in sources:
             continue
         sources.add(found.data.name)
@@ -65,7 +67,7 @@ def test_a_preset_without_its_data_says_what_is_missing(tmp_path: Path, variant:
 
 
 def test_a_preset_is_its_papers_setting() -> None:
-    one = Experiment.make(preset("preset:fednca-ml/1"))
+    one = Experiment.make(load_preset("preset:fednca-ml/1"))
     assert (one.data.name, one.partition.beta, one.partition.presence, one.partition.clients) == (
         "ml-cifar10",
         0.5,
@@ -73,11 +75,11 @@ def test_a_preset_is_its_papers_setting() -> None:
         10,
     )
     assert one.model.weights is None and one.training.lr == 1e-4 and one.method.options["lambda_neg"] == 1.0
-    two = Experiment.make(preset("preset:fednca-ml/2"))
+    two = Experiment.make(load_preset("preset:fednca-ml/2"))
     assert two.model.weights == "resnet18-imagenet1k-v1" and two.partition.presence == 0.71
-    lgt = Experiment.make(preset("preset:fedlgt/1"))
+    lgt = Experiment.make(load_preset("preset:fedlgt/1"))
     assert (lgt.participation.count, lgt.participation.sampling, lgt.partition.kind) == (50, "size", "natural")
-    mlp = Experiment.make(preset("preset:fedmlp/2"))
+    mlp = Experiment.make(load_preset("preset:fedmlp/2"))
     assert (mlp.data.name, mlp.data.top_classes, mlp.annotation.missing, mlp.training.rounds) == (
         "chestxray14:pa",
         8,
@@ -87,10 +89,12 @@ def test_a_preset_is_its_papers_setting() -> None:
 
 
 def test_options_come_after_a_preset_and_a_wrong_name_gets_the_right_one() -> None:
-    changed = Asked(Path("preset:fednca-ml/1"), {"training.rounds": 3}, ["partition.beta=0.1"], None).experiment()
+    changed = ExperimentArguments(
+        file=Path("preset:fednca-ml/1"), options={"training.rounds": 3}, settings=["partition.beta=0.1"]
+    ).experiment()
     assert (changed.training.rounds, changed.partition.beta) == (3, 0.1)
     for name in ("preset:fednca-ml/9", "preset:fednca/1", "preset:fednca-ml/1/tiny", "preset:"):
         with pytest.raises(ConfigError, match="There is no preset"):
-            preset(name)
+            load_preset(name)
     listed = CliRunner().invoke(app, ["presets"]).stdout
     assert "preset:fedlgt/A7" in listed

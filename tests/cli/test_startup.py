@@ -19,10 +19,10 @@ import fedmll.cli.main
 from fedmll.testing import experiment
 made = experiment()
 from fedmll.cli import display
-from fedmll.running import loop, tracking
+from fedmll.training import round_loop, trackers
 from fedmll.data import federation
-engine = loop.LocalEngine(federation.build(made), Path(tempfile.mkdtemp()))
-engine.start()
+engine = round_loop.LocalEngine(federation.build(made), Path(tempfile.mkdtemp()))
+engine.initial_state()
 print(json.dumps(sorted(sys.modules)))
 """
 SLOW = {
@@ -48,5 +48,5 @@ def test_the_way_to_the_first_step_imports_nothing_slow() -> None:
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     said = subprocess.run([sys.executable, "-c", WAY], env=environment, check=True, capture_output=True, text=True)
     loaded = set(json.loads(said.stdout))
-    assert {"torch", "numpy", "fedmll.running.loop", "fedmll.methods.fedharmony"} <= loaded
+    assert {"torch", "numpy", "fedmll.training.round_loop", "fedmll.methods.fedharmony"} <= loaded
     assert sorted(loaded & set(SLOW)) == []

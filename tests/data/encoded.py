@@ -16,7 +16,7 @@ def encode(pixels: np.ndarray, kind: str = "PNG") -> bytes:
     return stream.getvalue()
 
 
-def images_of(files: list[bytes]) -> EncodedImages:
+def encoded_files(files: list[bytes]) -> EncodedImages:
     return EncodedImages(len(files), files.__getitem__, lambda position: f"image {position}")
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoded import encode, images_of, random_pixels
+from encoded import encode, encoded_files, random_pixels
 
+from fedmll.core.errors import DataError
 from fedmll.data.images import cache
 from fedmll.data.images.decode import EncodedImages, decoded_images
-from fedmll.errors import DataError
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_there_is_not_made_again(cache_folder: Path) -> None:
     pixels = random_pixels(3, 8, 8)
-    first = decoded_images("key", lambda: images_of([encode(image) for image in pixels]), None).store
+    first = decoded_images("key", lambda: encoded_files([encode(image) for image in pixels]), None).store
 
     def must_not_be_called() -> EncodedImages:
         raise AssertionError("decoded twice")
@@ -54,19 +54,19 @@ def test_keys_tell_contents_types_and_shapes_apart() -> None:
 
 
 def test_a_mapped_store_is_known_by_its_name_and_one_in_memory_by_its_contents(cache_folder: Path) -> None:
-    store = cache.cached("thename", lambda: ((1, 1, 2, 2), lambda images: images.fill(7)))
+    store = cache.cached_array("thename", lambda: ((1, 1, 2, 2), lambda images: images.fill(7)))
     assert cache.store_key(store) == "thename"
     assert cache.store_key(np.array(store)) == cache.content_key(np.full((1, 1, 2, 2), 7, np.uint8))
 
 
 def test_large_arrays_are_mapped_and_small_ones_are_not(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "RAM_LIMIT", 100)
+    monkeypatch.setattr(cache, "MEMORY_LIMIT", 100)
 
     def fill(images: np.ndarray) -> None:
         images[:] = 3
 
-    small = cache.in_ram_or_cached(lambda: "small", (1, 1, 10, 10), fill)
-    large = cache.in_ram_or_cached(lambda: "large", (1, 1, 10, 11), fill)
+    small = cache.in_memory_or_cached(lambda: "small", (1, 1, 10, 10), fill)
+    large = cache.in_memory_or_cached(lambda: "large", (1, 1, 10, 11), fill)
     assert not isinstance(small, np.memmap)
     assert isinstance(large, np.memmap)
     assert small.min() == large.min() == 3
@@ -77,12 +77,12 @@ def test_a_damaged_file_is_made_again(cache_folder: Path) -> None:
     def prepare() -> tuple[cache.Shape, cache.Fill]:
         return (2, 1, 50, 50), lambda images: images.fill(9)
 
-    cache.cached("key", prepare)
+    cache.cached_array("key", prepare)
     file = cache_folder / "key.npy"
     os.truncate(file, 1000)
-    assert cache.cached("key", prepare).min() == 9
+    assert cache.cached_array("key", prepare).min() == 9
     file.write_bytes(b"")
-    assert cache.cached("key", prepare).min() == 9
+    assert cache.cached_array("key", prepare).min() == 9
 
 
 def test_a_failing_build_leaves_nothing_behind(cache_folder: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_failing_build_leaves_nothing_behind(cache_folder: Path) -> None:
         raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        cache.cached("key", lambda: ((1, 1, 2, 2), fail))
+        cache.cached_array("key", lambda: ((1, 1, 2, 2), fail))
     assert [path.name for path in cache_folder.iterdir()] == ["key.lock"]
 
 
@@ -98,20 +98,20 @@ def test_too_little_room_is_said_before_writing(monkeypatch: pytest.MonkeyPatch)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1))
     with pytest.raises(DataError, match=r"need .* MB.*FEDMLL_CACHE"):
-        cache.cached("key", lambda: ((1, 1, 2, 2), lambda images: None))
+        cache.cached_array("key", lambda: ((1, 1, 2, 2), lambda images: None))
 
 
 def test_a_cache_that_is_no_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FEDMLL_CACHE", str(tmp_path / "file"))
     with pytest.raises(DataError, match="FEDMLL_CACHE"):
-        cache.cached("key", lambda: ((1, 1, 2, 2), lambda images: None))
+        cache.cached_array("key", lambda: ((1, 1, 2, 2), lambda images: None))
 
 
 BUILDER = """
 import os, signal, sys, time
 import numpy as np
-from fedmll.data.images.cache import cached
+from fedmll.data.images.cache import cached_array
 
 def fill(images):
     with open(sys.argv[1], "a") as log:
@@ -123,7 +123,7 @@ def fill(images):
             images.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-store = cached("key", lambda: ((30, 1, 100, 100), fill))
+store = cached_array("key", lambda: ((30, 1, 100, 100), fill))
 assert all((store[value] == value).all() for value in range(30)), "incomplete"
 """
 
@@ -152,8 +152,8 @@ def test_a_process_says_that_it_waits_for_another(tmp_path: Path, cache_folder: 
             said.append(what)
             fcntl.flock(lock, fcntl.LOCK_UN)  # the other process is done
 
-        cache.cached("key", lambda: ((1, 1, 2, 2), lambda images: images.fill(1)), show, "decoding images")
-    assert said == ["decoding images: waiting for another process that does the same"]
+        cache.cached_array("key", lambda: ((1, 1, 2, 2), lambda images: images.fill(1)), show, "decoding images")
+    assert said == ["decoding images: waiting for another process that does the same work"]
 
 
 def test_a_killed_builder_leaves_nothing_that_is_taken_for_good(tmp_path: Path, cache_folder: Path) -> None:

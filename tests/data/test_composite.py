@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.composite import CompositeOptions, compose
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images import cache
-from fedmll.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +205,7 @@ def test_the_seed_decides_everything(cache_folder: Path) -> None:
 def test_large_composites_are_mapped_once_for_each_seed(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = source()
     in_memory = compose(given, CompositeOptions(), seed=1)
-    monkeypatch.setattr(cache, "RAM_LIMIT", 1000)
+    monkeypatch.setattr(cache, "MEMORY_LIMIT", 1000)
     mapped = compose(given, CompositeOptions(), seed=1)
     assert isinstance(mapped.train.store, np.memmap)
     assert np.array_equal(mapped.train.store, in_memory.train.store)
@@ -251,7 +251,7 @@ def test_a_class_of_one_image_is_in_as_many_pairs_as_the_others_if_images_are_us
 
 def test_too_few_source_images_name_the_class_and_the_numbers() -> None:
     given = source(train=[100, 30, 100], test=[9, 9, 9], classes=3)
-    with pytest.raises(ConfigError, match=r"need 40 training images a class.*has 30 of 'class 1'"):
+    with pytest.raises(ConfigError, match=r"need 40 training images per class.*has 30 of 'class 1'"):
         compose(given, CompositeOptions(singles=20, pairs=10), seed=0, name="ml-x")
 
 

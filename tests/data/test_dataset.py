@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedmll.core.errors import DataError
 from fedmll.data.dataset import Dataset, mapped_file
-from fedmll.errors import DataError
 
 
 def make_store() -> np.ndarray:

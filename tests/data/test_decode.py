@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoded import encode, images_of, random_pixels
+from encoded import encode, encoded_files, random_pixels
 from PIL import Image
 
-from fedmll.data.images.decode import EncodedImages, decode_image, decoded_images, resized, scaled
-from fedmll.errors import ConfigError, DataError
-from fedmll.settings import Reading
+from fedmll.config.settings import ReadingOptions
+from fedmll.core.errors import ConfigError, DataError
+from fedmll.data.images.decode import EncodedImages, decode_image, decoded_images, resized, scale_to_8_bit
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +25,15 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_colour_png_is_stored_exactly_channels_first() -> None:
     pixels = random_pixels(7, 20, 30, 3)
-    store = decoded_images("key", lambda: images_of([encode(image) for image in pixels]), None).store
+    store = decoded_images("key", lambda: encoded_files([encode(image) for image in pixels]), None).store
     assert isinstance(store, np.memmap)
     assert np.array_equal(store, pixels.transpose(0, 3, 1, 2))
 
 
 def test_all_grey_gives_one_channel_and_one_colour_image_gives_three() -> None:
     grey, colour = random_pixels(20, 30), random_pixels(20, 30, 3)
-    assert decoded_images("grey", lambda: images_of([encode(grey)] * 2), None).store.shape == (2, 1, 20, 30)
-    mixed = decoded_images("mixed", lambda: images_of([encode(grey), encode(colour)]), None).store
+    assert decoded_images("grey", lambda: encoded_files([encode(grey)] * 2), None).store.shape == (2, 1, 20, 30)
+    mixed = decoded_images("mixed", lambda: encoded_files([encode(grey), encode(colour)]), None).store
     assert np.array_equal(mixed[0], np.stack([grey] * 3))
     assert np.array_equal(mixed[1], colour.transpose(2, 0, 1))
 
@@ -52,13 +52,13 @@ def test_the_size_is_native_if_small_and_common(
     sides: list[tuple[int, int]], size: int | None, expected: tuple[int, int]
 ) -> None:
     files = [encode(random_pixels(*side)) for side in sides]
-    assert decoded_images("key", lambda: images_of(files), size).store.shape[2:] == expected
+    assert decoded_images("key", lambda: encoded_files(files), size).store.shape[2:] == expected
 
 
 def test_resizing_is_pillows_bilinear() -> None:
     pixels = random_pixels(40, 50, 3)
     expected = np.asarray(Image.fromarray(pixels).resize((16, 16), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
-    store = decoded_images("key", lambda: images_of([encode(pixels)]), 16).store
+    store = decoded_images("key", lambda: encoded_files([encode(pixels)]), 16).store
     assert np.array_equal(store[0], expected)
     assert np.array_equal(resized(pixels.transpose(2, 0, 1)[None], 16)[0], expected)
 
@@ -77,7 +77,7 @@ def test_16_bit_images_are_scaled_not_clipped() -> None:
 def test_progress_counts_every_image() -> None:
     calls: list[tuple[int, int, str]] = []
     files = [encode(random_pixels(4, 4))] * 600
-    decoded_images("key", lambda: images_of(files), None, progress=lambda *call: calls.append(call))
+    decoded_images("key", lambda: encoded_files(files), None, progress=lambda *call: calls.append(call))
     decoding = [(done, total) for done, total, what in calls if what == "decoding images"]
     assert decoding == [(256, 600), (512, 600), (600, 600)]
 
@@ -85,9 +85,9 @@ def test_progress_counts_every_image() -> None:
 def test_an_image_that_cannot_be_decoded_does_not_stop_the_others() -> None:
     good = encode(random_pixels(64, 64), "JPEG")
     files = [good, b"no image", good[:600], good]
-    found = decoded_images("key", lambda: images_of(files), None)
+    found = decoded_images("key", lambda: encoded_files(files), None)
     assert list(found.unreadable) == [1, 2]
-    assert found.unreadable[1] == "not an image that Pillow knows"
+    assert found.unreadable[1] == "not an image format that Pillow reads"
     assert "truncated" in found.unreadable[2]
     assert np.array_equal(found.store[0], found.store[3])
     assert found.store[0].any()
@@ -101,17 +101,17 @@ def test_an_image_that_cannot_be_decoded_does_not_stop_the_others() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_not_one_that_can_be_opened(count: int) -> None:
-    found = decoded_images("key", lambda: images_of([b"nothing"] * count), None)
+    found = decoded_images("key", lambda: encoded_files([b"nothing"] * count), None)
     assert list(found.unreadable) == list(range(count))
     assert (found.store.shape[0], found.window, found.notes) == (count, None, ())
 
 
 def test_a_disk_that_fails_is_not_taken_for_a_bad_image(tmp_path: Path, cache_folder: Path) -> None:
-    """It may be better the next time: nothing is remembered."""
+    """It may be better the next time: nothing is cached_json."""
     (tmp_path / "0.png").write_bytes(encode(random_pixels(8, 8)))
     paths = [tmp_path / "0.png", tmp_path / "away.png"]
     images = EncodedImages(2, paths.__getitem__, lambda position: f"'{paths[position]}'")
-    with pytest.raises(DataError, match=r"away\.png' cannot be read now: No such file"):
+    with pytest.raises(DataError, match=r"away\.png' cannot be read: No such file"):
         decoded_images("key", lambda: images, None)
     paths[1].write_bytes(encode(random_pixels(8, 8)))
     assert not decoded_images("key", lambda: images, None).unreadable
@@ -128,7 +128,7 @@ def deep_images(*largest: int) -> list[bytes]:
     ("largest", "white"), [(200, 255), (255, 255), (256, 511), (4095, 4095), (3000, 4095), (32768, 65535)]
 )
 def test_the_range_of_16_bit_images_is_the_bits_that_the_set_uses(largest: int, white: int) -> None:
-    found = decoded_images("key", lambda: images_of(deep_images(largest, 100)), None)
+    found = decoded_images("key", lambda: encoded_files(deep_images(largest, 100)), None)
     assert found.window == (0, white)
     assert found.notes == (f"pixels of more than 8 bits: 0 … {white} became 0 … 255 (data.window)",)
     shift = int(white).bit_length() - 8
@@ -139,17 +139,17 @@ def test_the_range_of_16_bit_images_is_the_bits_that_the_set_uses(largest: int, 
 @pytest.mark.parametrize("bits", [8, 12, 16])
 def test_a_window_of_all_bits_takes_the_upper_eight_exactly(bits: int) -> None:
     values = np.arange(2**bits, dtype=np.uint16)
-    assert np.array_equal(scaled(values, (0.0, 2.0**bits - 1)), (values >> (bits - 8)).astype(np.uint8))
+    assert np.array_equal(scale_to_8_bit(values, (0.0, 2.0**bits - 1)), (values >> (bits - 8)).astype(np.uint8))
 
 
 def test_a_given_window_clips_and_scales(cache_folder: Path) -> None:
     values = np.array([[0, 100, 199, 200, 250, 300, 301, 5000]], dtype=np.uint16)
-    found = decoded_images("key", lambda: images_of([encode(values)]), None, Reading(window=(200, 300)))
+    found = decoded_images("key", lambda: encoded_files([encode(values)]), None, ReadingOptions(window=(200, 300)))
     assert found.store[0, 0, 0].tolist() == [0, 0, 0, 0, 128, 255, 255, 255]
     assert found.window == (200, 300)
-    other = decoded_images("key", lambda: images_of([encode(values)]), None, Reading(window=(0, 300)))
+    other = decoded_images("key", lambda: encoded_files([encode(values)]), None, ReadingOptions(window=(0, 300)))
     assert other.store[0, 0, 0].tolist() == [0, 85, 169, 170, 213, 255, 255, 255], "another window, other images"
-    same = decoded_images("key", lambda: images_of([encode(values)]), (1, 8), Reading(window=(0.0, 300.0)))
+    same = decoded_images("key", lambda: encoded_files([encode(values)]), (1, 8), ReadingOptions(window=(0.0, 300.0)))
     assert same.store.filename == other.store.filename  # type: ignore[attr-defined]
 
 
@@ -160,32 +160,32 @@ def tiff(values: np.ndarray) -> bytes:
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
 def test_32_bit_images_need_a_window_and_the_reason_proposes_it(kind: type) -> None:
     files = [tiff(np.array([[-1000, 0], [500, 3000]], kind)), encode(random_pixels(2, 2))]
-    found = decoded_images("key", lambda: images_of(files), None)
+    found = decoded_images("key", lambda: encoded_files(files), None)
     assert list(found.unreadable) == [0]
     assert found.unreadable[0].endswith("all values are in --set 'data.window=[-1000.0,3000.0]'")
-    read = decoded_images("key", lambda: images_of(files), None, Reading(window=(-1000, 1000)))
+    read = decoded_images("key", lambda: encoded_files(files), None, ReadingOptions(window=(-1000, 1000)))
     assert not read.unreadable
     assert read.store[0, 0].tolist() == [[0, 128], [192, 255]]
 
 
 def test_pixels_that_are_no_numbers_are_black() -> None:
     files = [tiff(np.array([[np.nan, 1.0], [0.5, np.inf]], np.float32))]
-    read = decoded_images("key", lambda: images_of(files), None, Reading(window=(0, 1)))
+    read = decoded_images("key", lambda: encoded_files(files), None, ReadingOptions(window=(0, 1)))
     assert read.store[0, 0].tolist() == [[0, 255], [128, 255]]
 
 
 def test_16_bit_images_do_not_lend_their_range_to_32_bit_ones() -> None:
     files = [*deep_images(4095), tiff(np.ones((2, 2), np.float32))]
-    found = decoded_images("key", lambda: images_of(files), None)
+    found = decoded_images("key", lambda: encoded_files(files), None)
     assert list(found.unreadable) == [1]
     assert found.window is None, "stored with the experiment it would make the second readable"
 
 
 def test_a_window_for_8_bit_images_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.window is for images with more than 8 bits"):
-        decoded_images("key", lambda: images_of([encode(random_pixels(2, 2))]), None, Reading(window=(0, 9)))
+        decoded_images("key", lambda: encoded_files([encode(random_pixels(2, 2))]), None, ReadingOptions(window=(0, 9)))
     with pytest.raises(ConfigError, match=r"--window is the value that becomes black.*9, 9"):
-        Reading(window=(9, 9), by_options=True)
+        ReadingOptions(window=(9, 9), by_options=True)
 
 
 # --- what the user is told
@@ -204,11 +204,11 @@ def test_a_window_for_8_bit_images_is_refused() -> None:
 )
 def test_resizing_is_said(sides: list[tuple[int, int]], size: int | None, said: tuple[str, ...]) -> None:
     files = [encode(random_pixels(*side)) for side in sides]
-    assert decoded_images("key", lambda: images_of(files), size).notes == said
+    assert decoded_images("key", lambda: encoded_files(files), size).notes == said
 
 
 def test_the_size_that_was_chosen_gives_the_same_images_when_it_is_set(cache_folder: Path) -> None:
     files = [encode(random_pixels(150, 200))]
-    chosen = decoded_images("key", lambda: images_of(files), None).store
-    assert decoded_images("key", lambda: images_of(files), 112).store.filename == chosen.filename  # type: ignore[attr-defined]
+    chosen = decoded_images("key", lambda: encoded_files(files), None).store
+    assert decoded_images("key", lambda: encoded_files(files), 112).store.filename == chosen.filename  # type: ignore[attr-defined]
     assert len(list(cache_folder.glob("*.npy"))) == 1

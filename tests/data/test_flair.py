@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import official
+import official_datasets as official
 import pytest
-from official import shade
+from official_datasets import shade
 from PIL import Image
 from test_official import numbers_of, told
 
 import fedmll
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import DataError
 from fedmll.data import federation, participation
 from fedmll.data.dataset import Dataset
-from fedmll.data.images import lazy
+from fedmll.data.images import lazy_images
 from fedmll.data.sources import load
-from fedmll.errors import DataError
-from fedmll.experiment import Experiment
 from fedmll.testing import experiment
 
 # image id → user, partition, coarse labels, fine labels; the number of an image is its place here
@@ -67,12 +67,12 @@ def by_user(root: Path, sparse: bool = False) -> Path:
     }
     with h5py.File(root / "flair.hdf5", "w") as archive:
         for user, part in dict.fromkeys((user, part) for user, part, *_ in IMAGES.values()):
-            mine = [(number, image) for number, image in enumerate(IMAGES) if IMAGES[image][0] == user]
+            owned = [(number, image) for number, image in enumerate(IMAGES) if IMAGES[image][0] == user]
             group = archive.create_group(f"{part}/{user}")
-            group["images"] = np.stack([pixels(number) for number, _ in mine])
-            group["image_ids"] = [image.encode() for _, image in mine]
+            group["images"] = np.stack([pixels(number) for number, _ in owned])
+            group["image_ids"] = [image.encode() for _, image in owned]
             for kind, place in (("label", 2), ("fine_grained_label", 3)):
-                listed = [IMAGES[image][place] for _, image in mine]
+                listed = [IMAGES[image][place] for _, image in owned]
                 if sparse:
                     pairs = [(row, names[kind].index(n)) for row, shown in enumerate(listed) for n in shown]
                     group[f"{kind}s_row"] = np.array([row for row, _ in pairs], np.uint16)
@@ -117,15 +117,17 @@ def test_every_layout_gives_the_same_users_images_and_labels(tmp_path: Path, mak
 def test_only_the_images_that_are_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw(tmp_path)
     opened: list[str] = []
-    decode = lazy.decode_image
-    monkeypatch.setattr(lazy, "decode_image", lambda file, shape: (opened.append(file.stem), decode(file, shape))[1])
+    decode = lazy_images.decode_image
+    monkeypatch.setattr(
+        lazy_images, "decode_image", lambda file, shape: (opened.append(file.stem), decode(file, shape))[1]
+    )
     made = Experiment().changed({"data.name": "flair:coarse", "data.root": str(tmp_path), "training.rounds": 1})
     found = federation.build(made)
     assert found.names == ("adam@N01", "zoe@N00") and found.experiment.partition.kind == "natural"
-    assert found.facts["training"]["images"] != found.facts["test"]["images"]
+    assert found.fingerprints["training"]["images"] != found.fingerprints["test"]["images"]
     assert opened == []
-    mine = found.train.subset(found.samples[1])
-    assert numbers_of(mine) == [1, 0] and opened == ["a1", "b2"]
+    second_user = found.train.subset(found.samples[1])
+    assert numbers_of(second_user) == [1, 0] and opened == ["a1", "b2"]
 
 
 def broken_entry(root: Path) -> str:
@@ -232,7 +234,7 @@ def test_data_of_flairs_shape_is_written_as_flair_is(
     assert splits.validation is not None and splits.train.groups is not None and splits.test.groups is not None
     assert len(splits.train) + len(splits.validation) + len(splits.test) == 600
     assert len(set(splits.train.groups)) == 56 and not set(splits.train.groups) & set(splits.test.groups)
-    script.opened(root, "fine")
+    script.measure_opening(root, "fine")
     said = capsys.readouterr().out
     images = re.search(r"a round of 50 of 56 users: (\S+) images, (\S+) images read", said)
     assert images is not None and images[1] == images[2]
@@ -250,7 +252,7 @@ def test_a_round_reads_the_images_of_its_clients_and_no_others(tmp_path: Path, s
     one = store.read
     store.read = lambda row: (read.append(row), one(row))[1]
     fedmll.run(asked, tmp_path / "run", prepared=data)
-    chosen = participation.choose(data.sizes, 1, asked.seed, count=5, sampling="size")
+    chosen = participation.choose_clients(data.sizes, 1, asked.seed, count=5, sampling="size")
     trained = [row for row in read if row < len(data.train)]
     assert len(chosen) == 5 and sorted(trained) == sorted(np.concatenate([data.samples[k] for k in chosen]).tolist())
 
@@ -338,7 +340,7 @@ def test_broken_hub_datasets_are_explained(tmp_path: Path) -> None:
 def test_a_lazy_store_is_indexed_as_the_array_it_stands_for() -> None:
     images = np.random.default_rng(0).integers(256, size=(5, 6, 4, 3), dtype=np.uint8)
     whole = images.transpose(0, 3, 1, 2)
-    store: Any = lazy.LazyImages("key", (5, 3, 6, 4), lambda row: images[row])
+    store: Any = lazy_images.LazyImages("key", (5, 3, 6, 4), lambda row: images[row])
     for rows in (slice(1, 4), np.array([3, 0, 3]), np.array([], dtype=np.int64), [True, False, True, False, False], 2):
         assert np.array_equal(store[rows], whole[rows])
     data = Dataset(store, np.zeros((5, 1), np.int8), ("a",)).subset(np.array([4, 1]))

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedmll.config.settings import ReadingOptions
+from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.images.labels_csv import LabelTable, read_labels
-from fedmll.errors import ConfigError, DataError
-from fedmll.settings import Reading
 
 
-def table_of(folder: Path, text: str, reading: Reading | None = None, images: int = 6) -> LabelTable:
+def table_of(folder: Path, text: str, reading: ReadingOptions | None = None, images: int = 6) -> LabelTable:
     """`text` as a labels file beside images 0.png, 1.png, …"""
     for number in range(images):
         Image.fromarray(np.full((4, 4), number, np.uint8)).save(folder / f"{number}.png")
@@ -45,7 +45,7 @@ def test_a_good_file_has_no_problems(tmp_path: Path) -> None:
     assert table.clients is not None
     assert table.clients.tolist() == ["a", "b"]
     assert table.patients is None
-    assert not table.listed
+    assert not table.is_list_form
     assert not table.missing
 
 
@@ -58,7 +58,7 @@ def test_columns_that_are_no_classes_are_all_proposed_to_be_ignored(tmp_path: Pa
     assert "2 in column 'age' (row 2: '63'; row 3: '64')" in text, "1 would be a label"
     assert """--set 'data.ignore=["Patient","age"]'""" in text
     assert """--set data.group=Patient --set 'data.ignore=["age"]'""" in text
-    options = said(table_of(tmp_path, MESSY, Reading(by_options=True)))
+    options = said(table_of(tmp_path, MESSY, ReadingOptions(by_options=True)))
     assert "--ignore=Patient,age" in options
     assert "--group=Patient --ignore=age" in options
 
@@ -67,9 +67,9 @@ def test_the_proposal_without_a_patient_column_has_no_group(tmp_path: Path) -> N
     text = said(table_of(tmp_path, MESSY.replace("Patient", "who").replace("age", "it's")))
     assert "data.group" not in text
     assert """--set 'data.ignore=["who","it'"'"'s"]'""" in text, "ready to be copied into a shell"
-    chosen = said(table_of(tmp_path, MESSY, Reading(classes=("age", "cat"))))
-    assert chosen.endswith("Leave columns that are no classes out of data.classes.")
-    only = said(table_of(tmp_path, MESSY, Reading(ignore=("age",))))
+    chosen = said(table_of(tmp_path, MESSY, ReadingOptions(classes=("age", "cat"))))
+    assert chosen.endswith("Leave columns that are not classes out of data.classes.")
+    only = said(table_of(tmp_path, MESSY, ReadingOptions(ignore=("age",))))
     assert only.endswith("--set data.group=Patient.")
 
 
@@ -83,14 +83,14 @@ def test_many_wrong_columns_are_counted_and_all_proposed(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("reading", "classes", "labels"),
     [
-        (Reading(ignore=("Patient", "age")), ("cat", "dog"), [[1, 0], [0, 1], [-1, 1]]),
-        (Reading(classes=("dog", "cat")), ("dog", "cat"), [[0, 1], [1, 0], [1, -1]]),
-        (Reading(classes=("dog",), ignore=("age",)), ("dog",), [[0], [1], [1]]),
-        (Reading(ignore=("age",), group="Patient"), ("cat", "dog"), [[1, 0], [0, 1], [-1, 1]]),
+        (ReadingOptions(ignore=("Patient", "age")), ("cat", "dog"), [[1, 0], [0, 1], [-1, 1]]),
+        (ReadingOptions(classes=("dog", "cat")), ("dog", "cat"), [[0, 1], [1, 0], [1, -1]]),
+        (ReadingOptions(classes=("dog",), ignore=("age",)), ("dog",), [[0], [1], [1]]),
+        (ReadingOptions(ignore=("age",), group="Patient"), ("cat", "dog"), [[1, 0], [0, 1], [-1, 1]]),
     ],
 )
 def test_classes_and_ignore_choose_columns(
-    tmp_path: Path, reading: Reading, classes: tuple[str, ...], labels: list[list[int]]
+    tmp_path: Path, reading: ReadingOptions, classes: tuple[str, ...], labels: list[list[int]]
 ) -> None:
     table = table_of(tmp_path, MESSY, reading)
     table.problems.report()
@@ -101,24 +101,24 @@ def test_classes_and_ignore_choose_columns(
 
 def test_an_ignored_column_is_as_if_it_were_not_there(tmp_path: Path) -> None:
     text = "image,cat,split,client\n0.png,1,train,a\n1.png,0,test,b\n"
-    table = table_of(tmp_path, text, Reading(ignore=("split", "client")))
+    table = table_of(tmp_path, text, ReadingOptions(ignore=("split", "client")))
     assert table.split is None
     assert table.clients is None
-    first = table_of(tmp_path, "number,scan,cat\n7,0.png,1\n8,1.png,0\n", Reading(ignore=("number",)))
+    first = table_of(tmp_path, "number,scan,cat\n7,0.png,1\n8,1.png,0\n", ReadingOptions(ignore=("number",)))
     first.problems.report()
     assert first.names == ["0.png", "1.png"], "now the first column is the image"
 
 
 def test_settings_that_name_no_column_are_said(tmp_path: Path) -> None:
-    reading = Reading(classes=("cat", "dgo"), ignore=("Age",), group="patients")
+    reading = ReadingOptions(classes=("cat", "dgo"), ignore=("Age",), group="patients")
     text = said(table_of(tmp_path, MESSY, reading))
-    assert "data.classes names 'dgo', which is no column; did you mean 'dog'" in text
-    assert "data.ignore names 'Age', which is no column; did you mean 'age'" in text
-    assert "data.group names 'patients', which is no column; did you mean 'Patient'" in text
+    assert "data.classes names 'dgo', which is not a column; did you mean 'dog'" in text
+    assert "data.ignore names 'Age', which is not a column; did you mean 'age'" in text
+    assert "data.group names 'patients', which is not a column; did you mean 'Patient'" in text
     assert "has 3 problems. (1) " in text
     for name in ("classes", "ignore"):
         with pytest.raises(ConfigError, match=f"data.{name} names 'a' twice"):
-            Reading(**{name: ("a", "b", "a")})  # type: ignore[arg-type]
+            ReadingOptions(**{name: ("a", "b", "a")})  # type: ignore[arg-type]
 
 
 def test_a_blank_column_without_a_name_is_nothing_and_one_with_content_is_said(tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_a_list_says_present_absent_or_nothing(tmp_path: Path) -> None:
     text = "image,labels\n0.png,b|a\n1.png,NONE\n2.png,\n3.png,no finding\n4.png, a |\n"
     table = table_of(tmp_path, text)
     table.problems.report()
-    assert table.listed
+    assert table.is_list_form
     assert table.classes == ("a", "b")
     assert table.labels.tolist() == [[1, 1], [0, 0], [-1, -1], [0, 0], [1, 0]]
-    chosen = table_of(tmp_path, text, Reading(classes=("b", "c")))
+    chosen = table_of(tmp_path, text, ReadingOptions(classes=("b", "c")))
     chosen.problems.report()
     assert chosen.classes == ("b", "c")
     assert chosen.labels.tolist() == [[1, 0], [0, 0], [-1, -1], [0, 0], [0, 0]]
@@ -160,14 +160,14 @@ def test_a_list_of_none_and_a_class_is_a_contradiction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cell", ["", "none"])
 def test_lists_without_a_class_are_said(tmp_path: Path, cell: str) -> None:
-    assert "'labels' names no class anywhere" in said(table_of(tmp_path, f"image,labels\n0.png,{cell}\n1.png,\n"))
+    assert "'labels' names no class in any row" in said(table_of(tmp_path, f"image,labels\n0.png,{cell}\n1.png,\n"))
 
 
 def test_a_list_beside_other_columns_proposes_to_ignore_them(tmp_path: Path) -> None:
     text = "image,labels,age,sex\n0.png,a,3,m\n1.png,b,4,f\n"
     assert """also 'age'; 'sex'.""" in said(table_of(tmp_path, text))
     assert """--set 'data.ignore=["age","sex"]'.""" in said(table_of(tmp_path, text))
-    for reading in (Reading(ignore=("age", "sex")), Reading(classes=("a", "b"))):
+    for reading in (ReadingOptions(ignore=("age", "sex")), ReadingOptions(classes=("a", "b"))):
         table = table_of(tmp_path, text, reading)
         table.problems.report()
         assert table.classes == ("a", "b")
@@ -193,7 +193,7 @@ def test_what_is_no_file_is_missing(tmp_path: Path) -> None:
     found = said(table_of(tmp_path, text))
     assert "3 of its 4 images do not exist: row 2: " in found
     assert "--skip-unreadable" in found
-    table = table_of(tmp_path, text, Reading(skip_unreadable=True))
+    table = table_of(tmp_path, text, ReadingOptions(skip_unreadable=True))
     table.problems.report()
     assert table.names == ["0.png"]
     assert table.labels.tolist() == [[1]]
@@ -211,7 +211,7 @@ def test_an_image_that_may_not_be_read_is_missing(tmp_path: Path) -> None:
 
 def test_rows_are_left_out_of_every_column(tmp_path: Path) -> None:
     text = "image,cat,split,client,who\n0.png,1,train,a,x\nlost.png,0,test,b,y\n2.png,0,val,c,z\n"
-    table = table_of(tmp_path, text, Reading(group="who", skip_unreadable=True))
+    table = table_of(tmp_path, text, ReadingOptions(group="who", skip_unreadable=True))
     table.problems.report()
     assert table.names == ["0.png", "2.png"]
     assert table.paths == [tmp_path / "0.png", tmp_path / "2.png"]
@@ -223,8 +223,8 @@ def test_rows_are_left_out_of_every_column(tmp_path: Path) -> None:
 
 
 def test_no_image_at_all_is_an_error_even_if_they_may_be_left_out(tmp_path: Path) -> None:
-    table = table_of(tmp_path, "image,cat\na.png,1\nb.png,0\n", Reading(skip_unreadable=True))
-    assert "not one of its 2 images exists: row 2: " in said(table)
+    table = table_of(tmp_path, "image,cat\na.png,1\nb.png,0\n", ReadingOptions(skip_unreadable=True))
+    assert "none of its 2 images exists: row 2: " in said(table)
 
 
 # --- patients
@@ -232,12 +232,12 @@ def test_no_image_at_all_is_an_error_even_if_they_may_be_left_out(tmp_path: Path
 
 def test_a_patient_on_two_sides_of_the_files_split_is_named(tmp_path: Path) -> None:
     rows = "0.png,1,train,p1\n1.png,1,test,p1\n2.png,1,val,p2\n3.png,1,train,p2\n4.png,0,test,p3\n5.png,0,test,p3\n"
-    text = said(table_of(tmp_path, f"image,cat,split,who\n{rows}", Reading(group="who")))
-    assert "2 of 'who' are on more than one side of the split: 'p1'; 'p2'." in text
+    text = said(table_of(tmp_path, f"image,cat,split,who\n{rows}", ReadingOptions(group="who")))
+    assert "2 of 'who' are in more than one part of the split: 'p1'; 'p2'." in text
 
 
 def test_a_row_without_a_patient_is_named(tmp_path: Path) -> None:
-    text = said(table_of(tmp_path, "image,cat,who\n0.png,1,p1\n1.png,1, \n", Reading(group="who")))
+    text = said(table_of(tmp_path, "image,cat,who\n0.png,1,p1\n1.png,1, \n", ReadingOptions(group="who")))
     assert "1 row has no 'who' (row 3), which data.group needs" in text
 
 
@@ -252,10 +252,10 @@ def test_every_kind_of_problem_is_in_one_report(tmp_path: Path) -> None:
     found = said(table_of(tmp_path, text))
     assert found.startswith(f"'{tmp_path / 'labels.csv'}' has 6 problems. (1) ")
     for part in (
-        "1 row has another number of cells than the header, which has 5: row 7: 4 cells",
+        "1 row has more or fewer cells than the header, which has 5: row 7: 4 cells",
         "the class 'cat' appears twice",
         "1 in column 'dog' (row 3: 'maybe')",
-        "1 row has a split that is none of train, validation (or val) and test (row 4: 'later')",
+        "1 row has a split other than train, validation (or val) and test (row 4: 'later')",
         "1 row has an image that another row has (row 5: '2.png' is already in row 4)",
         "1 of its 5 images do not exist: row 6: ",
     ):
@@ -266,12 +266,12 @@ def test_examples_are_capped_and_counted(tmp_path: Path) -> None:
     rows = "".join(f"{number}.png,x,later\n" for number in range(7))
     found = said(table_of(tmp_path, f"image,cat,split\n{rows}", images=7))
     assert "7 in column 'cat' (row 2: 'x'; row 3: 'x'; row 4: 'x'; row 5: 'x'; row 6: 'x'; and 2 more)" in found
-    assert "7 rows have a split that is none of" in found
+    assert "7 rows have a split other than" in found
     assert "row 6: 'later'; and 2 more)" in found
     five = said(table_of(tmp_path, f"image,cat,split\n{rows[: 5 * len('0.png,x,later ')]}", images=7))
     assert "more" not in five
 
 
 def test_rows_that_all_have_the_wrong_number_of_cells(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"2 rows have another number of cells.*row 2: 3 cells; row 3: 1 cells"):
+    with pytest.raises(DataError, match=r"2 rows have more or fewer cells.*row 2: 3 cells; row 3: 1 cells"):
         table_of(tmp_path, "image,cat\n0.png,1,0\n1.png\n")

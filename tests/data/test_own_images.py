@@ -12,16 +12,15 @@ from typer.testing import CliRunner
 
 from fedmll import run
 from fedmll.cli.main import app
+from fedmll.config.experiment import Experiment
+from fedmll.config.settings import ReadingOptions
+from fedmll.core.errors import ConfigError, DataError
 from fedmll.data import federation
 from fedmll.data.images.pack import pack
 from fedmll.data.sources import load
-from fedmll.deploy import site
-from fedmll.deploy.site import Site
-from fedmll.deploy.site_worker import recall_site, remember_site
-from fedmll.errors import ConfigError, DataError
-from fedmll.experiment import Experiment
-from fedmll.running.loop import resume
-from fedmll.settings import Reading
+from fedmll.deploy.site import site_data
+from fedmll.deploy.site.site_config import Site, read_site_file, write_site_file
+from fedmll.training.round_loop import resume
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -102,7 +101,7 @@ def test_patients_are_clients_only_if_natural_is_asked_for(tmp_path: Path) -> No
 
 def test_packed_clients_and_patients(tmp_path: Path) -> None:
     hospital(tmp_path)
-    out, reading = tmp_path / "set.npz", Reading(ignore=("age", "note"), group="patient")
+    out, reading = tmp_path / "set.npz", ReadingOptions(ignore=("age", "note"), group="patient")
     pack(tmp_path / "labels.csv", tmp_path / "images", out, reading=reading)
     plain = Experiment().changed({"data.name": f"packed:{out}"})
     assert federation.build(plain).experiment.partition.kind == "natural"
@@ -133,7 +132,7 @@ def test_a_run_stores_what_its_data_decided_and_goes_on_with_it(tmp_path: Path) 
     first = run(wanted, tmp_path / "run")
     stored = Experiment.load(tmp_path / "run" / "experiment.toml")
     assert (stored.partition.kind, stored.data.size, stored.data.window) == ("natural", 16, (0, 4095))
-    for said in ("200 × 150 resized to 16 × 16", "0 … 4095 became 0 … 255", "left out (--skip-unreadable): 3"):
+    for said in ("200 × 150 resized to 16 × 16", "0 … 4095 became 0 … 255", "skipped (--skip-unreadable): 3"):
         assert any(said in note for note in first.summary["notes"])
     assert len(resume(tmp_path / "run", rounds=2).rows) == 2
 
@@ -170,12 +169,19 @@ def test_a_site_holds_out_the_patients_that_a_simulation_does(tmp_path: Path) ->
     found = federation.build(experiment(tmp_path, name, **PATIENTS, partition__holdout=0.25))
     north = found.train.rows[found.samples[0]]
     lines = (tmp_path / "labels.csv").read_text().splitlines()
-    own = [lines[0], *(lines[row + 1] for row in sorted([*north, *found.held_out.rows[found.held_out_owner == 0]]))]
+    own = [lines[0], *(lines[row + 1] for row in sorted([*north, *found.held_out.rows[found.held_out_owners == 0]]))]
     (tmp_path / "north.csv").write_text("\n".join(own).replace(",client", ",note2"))
     here = Site(
-        "north", tmp_path / "north.csv", tmp_path / "images", tmp_path, (), "cpu", ("age", "note", "note2"), "patient"
+        name="north",
+        csv=tmp_path / "north.csv",
+        images=tmp_path / "images",
+        state_dir=tmp_path,
+        classes=(),
+        device="cpu",
+        ignore=("age", "note", "note2"),
+        group="patient",
     )
-    data = site.load(here, ("sick", "old"), (1, 12, 16), seed=0, holdout=0.25)
+    data = site_data.load_site_data(here, ("sick", "old"), (1, 12, 16), seed=0, holdout=0.25)
     assert len(data.held_out) > 0
     assert np.array_equal(data.train.samples(slice(None)), found.train.samples(found.samples[0]))
 
@@ -183,30 +189,30 @@ def test_a_site_holds_out_the_patients_that_a_simulation_does(tmp_path: Path) ->
 def test_a_client_whose_patients_are_all_held_out_elsewhere_is_said(tmp_path: Path) -> None:
     name = hospital(tmp_path, count=80, patients_of=20)
     wanted = experiment(tmp_path, name, **PATIENTS, partition__kind="iid", partition__clients=16)
-    with pytest.raises(ConfigError, match=r"partition.holdout = 0.9 leaves client c\d+ nothing to train on"):
+    with pytest.raises(ConfigError, match=r"partition.holdout = 0.9 leaves client c\d+ without training samples"):
         federation.build(wanted.changed({"partition.holdout": 0.9}))
 
 
 def test_few_patients_with_many_images_can_be_split_and_two_cannot(tmp_path: Path) -> None:
-    reading = Reading(ignore=("age", "note"), group="patient")
+    reading = ReadingOptions(ignore=("age", "note"), group="patient")
     splits = load(hospital(tmp_path, count=60, patients_of=20), tmp_path / "images", reading=reading)
     assert len(splits.test) == 20
-    with pytest.raises(DataError, match=r"no test samples.*of other 'patient's, or a split"):
+    with pytest.raises(DataError, match=r"no test samples.*with other values of 'patient', or a split"):
         load(hospital(tmp_path, count=60, patients_of=30), tmp_path / "images", reading=reading)
 
 
 def test_a_packed_split_that_divides_a_patient_is_refused_only_with_a_group(tmp_path: Path) -> None:
     hospital(tmp_path)
-    out, reading = tmp_path / "set.npz", Reading(ignore=("age", "note"), group="patient")
+    out, reading = tmp_path / "set.npz", ReadingOptions(ignore=("age", "note"), group="patient")
     pack(tmp_path / "labels.csv", tmp_path / "images", out, reading=reading)
     with np.load(out) as arrays:
         changed = {name: arrays[name] for name in arrays.files} | {"split": np.arange(40) % 10 // 8 * 2}
     np.savez(out, **changed)
     load(f"packed:{out}")
-    with pytest.raises(DataError, match=r"set.npz': 4 of 'patient' are on more than one side of the split: 'p2'; 'p4'"):
-        load(f"packed:{out}", reading=Reading(group="patient"))
+    with pytest.raises(DataError, match=r"set.npz': 4 of 'patient' are in more than one part of the split: 'p2'; 'p4'"):
+        load(f"packed:{out}", reading=ReadingOptions(group="patient"))
     with pytest.raises(DataError, match="no array 'lesion'"):
-        load(f"packed:{out}", reading=Reading(group="lesion"))
+        load(f"packed:{out}", reading=ReadingOptions(group="lesion"))
 
 
 # --- sizes and depth
@@ -258,7 +264,7 @@ def test_scans_of_12_bits_use_the_whole_range_and_the_window_is_stored(tmp_path:
 
 def test_pack_scales_deep_scans(tmp_path: Path) -> None:
     hospital(tmp_path, count=20, bits=12)
-    reading = Reading(ignore=("patient", "age", "note"))
+    reading = ReadingOptions(ignore=("patient", "age", "note"))
     notes = pack(tmp_path / "labels.csv", tmp_path / "images", tmp_path / "set.npz", reading=reading)
     assert notes == ("pixels of more than 8 bits: 0 … 4095 became 0 … 255 (data.window)",)
     store = load(f"packed:{tmp_path / 'set.npz'}").train.store
@@ -299,7 +305,7 @@ def test_skipping_drops_the_rows_everywhere_and_says_how_many(tmp_path: Path) ->
         federation.build(experiment(tmp_path, name))
     found = federation.build(experiment(tmp_path, name, data__skip_unreadable=True, partition__holdout=0.0))
     assert len(found.train) + len(found.test) == 37
-    assert found.notes[0].startswith("images left out (--skip-unreadable): 3 (1 missing, 2 unreadable): row 4: ")
+    assert found.notes[0].startswith("images skipped (--skip-unreadable): 3 (1 missing, 2 unreadable): row 4: ")
     by_image = {
         data.samples(slice(place, place + 1)).tobytes(): (data.labels[place].tolist(), str(data.groups[place]))
         for data in (whole.train, whole.test)
@@ -323,7 +329,7 @@ def test_nothing_readable_is_an_error_even_if_it_may_be_left_out(tmp_path: Path)
 
 def test_packed_images_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     hospital(tmp_path)
-    out, reading = tmp_path / "set.npz", Reading(ignore=("patient", "age", "note"))
+    out, reading = tmp_path / "set.npz", ReadingOptions(ignore=("patient", "age", "note"))
     pack(tmp_path / "labels.csv", tmp_path / "images", out, reading=reading)
     with np.load(out) as arrays:
         changed = {name: arrays[name].copy() for name in arrays.files}
@@ -332,9 +338,9 @@ def test_packed_images_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     np.savez(out, **changed)
     with pytest.raises(DataError, match=r"1 of 40 images cannot be read: image 4 of .*skip-unreadable"):
         load(f"packed:{out}")
-    splits = load(f"packed:{out}", reading=Reading(skip_unreadable=True))
+    splits = load(f"packed:{out}", reading=ReadingOptions(skip_unreadable=True))
     assert splits.test.rows.tolist() == [9, 14, 19, 24, 29, 34, 39], "without 4"
-    assert splits.notes[0].startswith("images left out (--skip-unreadable): 1 (1 unreadable): image 4 of ")
+    assert splits.notes[0].startswith("images skipped (--skip-unreadable): 1 (1 unreadable): image 4 of ")
 
 
 def test_pack_leaves_out_or_refuses_what_cannot_be_read(tmp_path: Path) -> None:
@@ -342,11 +348,11 @@ def test_pack_leaves_out_or_refuses_what_cannot_be_read(tmp_path: Path) -> None:
     spoil(tmp_path)
     columns, out = ("patient", "age", "note"), tmp_path / "set.npz"
     with pytest.raises(DataError, match="has 2 problems"):
-        pack(tmp_path / "labels.csv", tmp_path / "images", out, reading=Reading(ignore=columns))
+        pack(tmp_path / "labels.csv", tmp_path / "images", out, reading=ReadingOptions(ignore=columns))
     assert not out.exists()
-    reading = Reading(ignore=columns, skip_unreadable=True)
+    reading = ReadingOptions(ignore=columns, skip_unreadable=True)
     notes = pack(tmp_path / "labels.csv", tmp_path / "images", out, reading=reading)
-    assert notes[0].startswith("images left out (--skip-unreadable): 3 (1 missing, 2 unreadable)")
+    assert notes[0].startswith("images skipped (--skip-unreadable): 3 (1 missing, 2 unreadable)")
     with np.load(out) as arrays:
         assert len(arrays["labels"]) == len(arrays["name"]) == len(arrays["client"]) == len(arrays["offset"]) - 1 == 37
         assert "north\\3.png" not in arrays["name"]
@@ -358,28 +364,41 @@ def test_pack_leaves_out_or_refuses_what_cannot_be_read(tmp_path: Path) -> None:
 def test_a_site_has_the_same_choices(tmp_path: Path) -> None:
     hospital(tmp_path, bits=12)
     spoil(tmp_path)
-    bare = Site("north", tmp_path / "labels.csv", tmp_path / "images", tmp_path / "memory")
+    bare = Site(name="north", csv=tmp_path / "labels.csv", images=tmp_path / "images", state_dir=tmp_path / "memory")
     with pytest.raises(DataError, match=r"has 3 problems.*--ignore=patient,age,note"):
-        site.check(bare)
-    here = Site("north", bare.csv, bare.images, bare.memory, (), "cpu", ("age", "note"), "patient", (0.0, 4095.0), True)
-    remember_site(here, tmp_path / "site.json")
-    assert recall_site(tmp_path / "site.json") == here
-    summary = site.check(here)
+        site_data.check_site_data(bare)
+    here = Site(
+        name="north",
+        csv=bare.csv,
+        images=bare.images,
+        state_dir=bare.state_dir,
+        classes=(),
+        device="cpu",
+        ignore=("age", "note"),
+        group="patient",
+        window=(0.0, 4095.0),
+        skip_unreadable=True,
+    )
+    write_site_file(here, tmp_path / "site.json")
+    assert read_site_file(tmp_path / "site.json") == here
+    summary = site_data.check_site_data(here)
     assert (summary.images, summary.classes) == (37, ("sick", "old"))
     assert summary.notes[0].endswith("0 … 4095 became 0 … 255 (data.window)")
-    assert summary.notes[1].startswith("images left out (--skip-unreadable): 3 (1 missing, 2 unreadable)")
-    data = site.load(here, ("sick", "old"), (1, 12, 16), seed=0, holdout=0.2)
+    assert summary.notes[1].startswith("images skipped (--skip-unreadable): 3 (1 missing, 2 unreadable)")
+    data = site_data.load_site_data(here, ("sick", "old"), (1, 12, 16), seed=0, holdout=0.2)
     assert len(data.train) + len(data.held_out) == 37
-    with pytest.raises(DataError, match=r"--classes names 'sik', which is no column; did you mean 'sick'"):
-        site.check(Site("north", bare.csv, bare.images, bare.memory, ("sik",)))
+    with pytest.raises(DataError, match=r"--classes names 'sik', which is not a column; did you mean 'sick'"):
+        site_data.check_site_data(
+            Site(name="north", csv=bare.csv, images=bare.images, state_dir=bare.state_dir, classes=("sik",))
+        )
 
 
 def test_colour_images_do_not_fit_a_grey_federation(tmp_path: Path) -> None:
     Image.fromarray(np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)).save(tmp_path / "0.png")
     (tmp_path / "labels.csv").write_text("image,sick\n0.png,1\n")
-    here = Site("north", tmp_path / "labels.csv", tmp_path, tmp_path / "memory")
-    with pytest.raises(DataError, match=r"are \(3, 8, 8\).*works with \(1, 8, 8\)"):
-        site.load(here, ("sick",), (1, 8, 8), seed=0, holdout=0.0)
+    here = Site(name="north", csv=tmp_path / "labels.csv", images=tmp_path, state_dir=tmp_path / "memory")
+    with pytest.raises(DataError, match=r"have the shape \(3, 8, 8\).*needs \(1, 8, 8\)"):
+        site_data.load_site_data(here, ("sick",), (1, 8, 8), seed=0, holdout=0.0)
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +411,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "--skip-unreadable" in str(refused.exception)
     done = CliRunner().invoke(app, [*base, *columns, "--skip-unreadable"])
     assert done.exit_code == 0, done.exception
-    assert "images left out (--skip-unreadable): 3" in done.output
+    assert "images skipped (--skip-unreadable): 3" in done.output
     assert "0 … 4095 became 0 … 255" in done.output
     packed = ["data", "pack", "labels.csv", "--root", "images", "--out", "set.npz", "--ignore", "age,note"]
     packed += ["--group", "patient", "--window", "0,2000", "--skip-unreadable"]
@@ -411,24 +430,28 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("name", "reading", "said"),
     [
-        ("digits", Reading(classes=("one",)), "data.classes is for folder:labels.csv, and data.name is 'digits'"),
-        ("digits", Reading(group="x"), "data.group is for folder:labels.csv and packed:FILE.npz"),
-        ("ml-digits", Reading(window=(0, 9)), "data.window is for"),
-        ("packed:x.npz", Reading(ignore=("x",)), "data.ignore is for folder:labels.csv"),
+        (
+            "digits",
+            ReadingOptions(classes=("one",)),
+            "data.classes is for folder:labels.csv, but data.name is 'digits'",
+        ),
+        ("digits", ReadingOptions(group="x"), "data.group is for folder:labels.csv and packed:FILE.npz"),
+        ("ml-digits", ReadingOptions(window=(0, 9)), "data.window is for"),
+        ("packed:x.npz", ReadingOptions(ignore=("x",)), "data.ignore is for folder:labels.csv"),
     ],
 )
-def test_settings_that_mean_nothing_for_a_source_are_refused(name: str, reading: Reading, said: str) -> None:
+def test_settings_that_mean_nothing_for_a_source_are_refused(name: str, reading: ReadingOptions, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(name, reading=reading)
 
 
 def test_the_recipe_of_dermamnist_on_ham10000() -> None:
-    """All singles and 50 composites a pair of the 7 classes, as docs/data.md says; by lesion."""
+    """All singles and 50 composites a pair of the 7 classes, as docs/guide/data.md says; by lesion."""
     file = REAL / "ham10000_200x150.npz"
     if not file.exists():
         pytest.skip(f"{file} is not here")
     options = {"singles": "all", "pairs": 50}
-    splits = load(f"ml-packed:{file}", size=28, options=options, reading=Reading(group="lesion_id"))
+    splits = load(f"ml-packed:{file}", size=28, options=options, reading=ReadingOptions(group="lesion_id"))
     assert splits.train.sample_shape == (3, 56, 56)
     assert len(splits.train) == 7068 + 21 * 50
     assert splits.notes == ("images: 200 × 150 resized to 28 × 28 (data.size = 28)",)

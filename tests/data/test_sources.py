@@ -17,12 +17,12 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.dataset import Dataset
 from fedmll.data.images.labels_csv import read_labels
 from fedmll.data.images.pack import pack
 from fedmll.data.sources import describe_sources, fashion_mnist, load
 from fedmll.data.sources.digits import read as read_digits
-from fedmll.errors import ConfigError, DataError
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -39,7 +39,7 @@ def real(name: str) -> Path:
     return REAL / name
 
 
-def pixels_of(number: int, side: int = 12, colour: bool = True) -> np.ndarray:
+def read_pixels(number: int, side: int = 12, colour: bool = True) -> np.ndarray:
     generator = np.random.default_rng(number)
     return generator.integers(256, size=(side, side, 3) if colour else (side, side), dtype=np.uint8)
 
@@ -261,7 +261,7 @@ def jpeg_of(pixels: np.ndarray) -> bytes:
 
 
 def packed_arrays(count: int = 10, colour: bool = True) -> dict[str, np.ndarray]:
-    jpegs = [jpeg_of(pixels_of(number, colour=colour)) for number in range(count)]
+    jpegs = [jpeg_of(read_pixels(number, colour=colour)) for number in range(count)]
     labels = np.zeros((count, 3), dtype=np.int8)
     labels[np.arange(count), np.arange(count) % 3] = 1
     labels[1, 2] = -1
@@ -320,7 +320,7 @@ def test_packed_is_found_from_the_root_and_can_be_composed(tmp_path: Path) -> No
     ("changes", "said"),
     [
         ({"labels": np.full((10, 3), 2)}, r"sample 0 for class 'a' is 2"),
-        ({"labels": np.arange(10)}, r"sample 3 has the class number 3, and there are 3 classes"),
+        ({"labels": np.arange(10)}, r"sample 3 has the class number 3; there are 3 classes"),
         ({"labels": np.zeros((10, 4), np.int8)}, r"\(10, 4\), and there are 3 classes"),
         ({"labels": np.zeros((10, 3))}, "whole numbers"),
         ({"labels": None}, "no array 'labels'"),
@@ -406,7 +406,7 @@ def test_real_packed_files(tmp_path: Path, name: str, shape: tuple[int, int, int
 def write_folder(folder: Path, text: str, count: int = 8) -> str:
     (folder / "images").mkdir(exist_ok=True)
     for number in range(count):
-        Image.fromarray(pixels_of(number)).save(folder / "images" / f"{number}.png")
+        Image.fromarray(read_pixels(number)).save(folder / "images" / f"{number}.png")
     (folder / "labels.csv").write_text(text, encoding="utf-8")
     return f"folder:{folder / 'labels.csv'}"
 
@@ -432,7 +432,7 @@ def test_folder_with_a_column_a_class(tmp_path: Path) -> None:
     assert splits.test.labels.tolist() == [[1, -1], [0, 1]]
     assert splits.train.groups is not None
     assert splits.train.groups.tolist() == ["north", "north", "south", "south"]
-    assert np.array_equal(splits.test.samples(slice(1, 2))[0], pixels_of(7).transpose(2, 0, 1))
+    assert np.array_equal(splits.test.samples(slice(1, 2))[0], read_pixels(7).transpose(2, 0, 1))
 
 
 def test_folder_with_lists_of_labels(tmp_path: Path) -> None:
@@ -475,10 +475,10 @@ def test_a_changed_image_is_decoded_again_and_a_changed_label_is_not(tmp_path: P
     (tmp_path / "labels.csv").write_text(TABLE.replace("7.png,0", "7.png,1"))
     assert load(name, tmp_path / "images").test.labels[1, 0] == 1
     assert len(list(cache_folder.glob("*.npy"))) == 1
-    Image.fromarray(pixels_of(99)).save(tmp_path / "images" / "7.png")
+    Image.fromarray(read_pixels(99)).save(tmp_path / "images" / "7.png")
     os.utime(tmp_path / "images" / "7.png", ns=(1, 1))
     changed = load(name, tmp_path / "images")
-    assert np.array_equal(changed.test.samples(slice(1, 2))[0], pixels_of(99).transpose(2, 0, 1))
+    assert np.array_equal(changed.test.samples(slice(1, 2))[0], read_pixels(99).transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_a_changed_image_is_decoded_again_and_a_changed_label_is_not(tmp_path: P
         ("cat,dog", "cat,", "column 3 has no name"),
         ("cat,dog", "cat,labels", "a column 'labels' and also 'cat'"),
         ("7.png", "6.png", r"row 9: '6.png' is already in row 8"),
-        ("0,1,Test", "0,1,later", r"a split that is none of .*row 9: 'later'"),
+        ("0,1,Test", "0,1,later", r"a split other than .*row 9: 'later'"),
         ("0.png,1,0,", "0.png,1,0,0,", r"the header, which has 5: row 2: 6 cells"),
     ],
 )
@@ -511,7 +511,7 @@ def test_an_empty_csv_is_said(tmp_path: Path, text: str) -> None:
 
 
 def test_a_csv_without_classes_in_another_encoding_or_missing_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no class column beside 'image'"):
+    with pytest.raises(DataError, match="no class column besides 'image'"):
         load(write_folder(tmp_path, "image,split\n0.png,train\n"), tmp_path / "images")
     (tmp_path / "labels.csv").write_bytes("image,Käse\n0.png,1\n".encode("latin1"))
     with pytest.raises(DataError, match="UTF-8"):
@@ -532,7 +532,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
 def test_a_class_never_seen_in_training_is_named_unless_it_is_one_site(tmp_path: Path) -> None:
     rows = "".join(f"{number}.png,{number % 2},,{'test' if number > 4 else 'train'}\n" for number in range(8))
     name = write_folder(tmp_path, "image,cat,dog,split\n" + rows)
-    with pytest.raises(DataError, match=r"labels.csv': no training sample shows the class 'dog'"):
+    with pytest.raises(DataError, match=r"labels.csv': no training sample has the class 'dog'"):
         load(name, tmp_path / "images")
     splits = load(name, tmp_path / "images", require_positives=False)
     assert set(splits.train.labels[:, 1].tolist()) == {-1}
@@ -581,7 +581,7 @@ def test_pack_writes_what_packed_reads(tmp_path: Path) -> None:
 def test_pack_keeps_sizes_grey_and_the_old_file_when_it_fails(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     for number, side in enumerate((20, 30, 40)):
-        Image.fromarray(pixels_of(number, side, colour=False)).save(tmp_path / "images" / f"{number}.png")
+        Image.fromarray(read_pixels(number, side, colour=False)).save(tmp_path / "images" / f"{number}.png")
     (tmp_path / "labels.csv").write_text("image,labels\n0.png,a\n1.png,b\n2.png,a|b\n")
     out = tmp_path / "set.npz"
     pack(tmp_path / "labels.csv", tmp_path / "images", out)
@@ -664,7 +664,7 @@ def test_features_with_class_numbers_name_the_classes_themselves(tmp_path: Path)
         ({"x_train": np.full((6, 4), np.nan)}, "6 vectors of x_train hold NaN.*row 0"),
         ({"x_test": np.zeros((3, 5))}, "have 4 numbers and test vectors 5"),
         ({"x_test": np.zeros((2, 4))}, "x_test must be numbers.*3 rows"),
-        ({"y_train": np.zeros((6, 2), int)}, "shows the classes 'class 0', 'class 1'"),
+        ({"y_train": np.zeros((6, 2), int)}, "has the classes 'class 0', 'class 1'"),
     ],
 )
 def test_bad_features_are_explained(tmp_path: Path, changes: dict[str, np.ndarray], said: str) -> None:

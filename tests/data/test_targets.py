@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fedmll.core.errors import DataError
 from fedmll.data.dataset import Dataset
 from fedmll.data.targets import (
     check_classes,
+    choose_whole_groups,
+    draw_split,
+    find_split_groups,
+    make_splits,
     one_hot,
-    split_at_random,
-    splits_of,
-    straddling,
-    three_valued,
-    whole_groups,
+    parse_targets,
 )
-from fedmll.errors import DataError
 
 
 def dataset(labels: np.ndarray, patients: np.ndarray | None = None) -> Dataset:
@@ -26,7 +26,7 @@ def dataset(labels: np.ndarray, patients: np.ndarray | None = None) -> Dataset:
 def test_one_hot_and_class_numbers_out_of_range() -> None:
     assert one_hot(np.array([2, 0]), 3, "here").tolist() == [[0, 0, 1], [1, 0, 0]]
     for wrong in (-1, 3):
-        with pytest.raises(DataError, match=f"here: sample 1 has the class number {wrong}, and there are 3 classes"):
+        with pytest.raises(DataError, match=f"here: sample 1 has the class number {wrong}; there are 3 classes"):
             one_hot(np.array([0, wrong, wrong]), 3, "here")
 
 
@@ -37,14 +37,14 @@ def test_a_class_has_one_name() -> None:
 
 
 def test_three_values_and_nothing_else() -> None:
-    assert three_valued(np.array([[1, -1, 0]]), ("a", "b", "c"), "here").tolist() == [[1, -1, 0]]
-    assert three_valued(np.array([[True, False]]), ("a", "b"), "here").tolist() == [[1, 0]]
-    assert three_valued(np.array([1, 0], np.uint8), ("a", "b"), "here").tolist() == [[0, 1], [1, 0]]
+    assert parse_targets(np.array([[1, -1, 0]]), ("a", "b", "c"), "here").tolist() == [[1, -1, 0]]
+    assert parse_targets(np.array([[True, False]]), ("a", "b"), "here").tolist() == [[1, 0]]
+    assert parse_targets(np.array([1, 0], np.uint8), ("a", "b"), "here").tolist() == [[0, 1], [1, 0]]
     for wrong in (2, -2):
         with pytest.raises(DataError, match=f"the label of sample 0 for class 'b' is {wrong}"):
-            three_valued(np.array([[1, wrong]]), ("a", "b"), "here")
+            parse_targets(np.array([[1, wrong]]), ("a", "b"), "here")
     with pytest.raises(DataError, match=r"\(1, 2, 1\), and there are 2 classes"):
-        three_valued(np.zeros((1, 2, 1), int), ("a", "b"), "here")
+        parse_targets(np.zeros((1, 2, 1), int), ("a", "b"), "here")
 
 
 def test_a_fifth_of_every_stratum_is_test() -> None:
@@ -52,7 +52,7 @@ def test_a_fifth_of_every_stratum_is_test() -> None:
     labels = np.zeros((30, 2), np.int8)
     labels[:20, 0] = 1
     labels[10:20, 1] = 1
-    split = split_at_random(labels)
+    split = draw_split(labels)
     assert [int((split[start : start + 10] == 2).sum()) for start in (0, 10, 20)] == [2, 2, 2]
     assert set(split.tolist()) == {0, 2}
 
@@ -62,13 +62,13 @@ def test_rare_classes_are_rounded(positives: int, tested: int) -> None:
     labels = np.zeros((100, 2), np.int8)
     labels[:, 0] = 1
     labels[:positives, 1] = 1
-    assert (split_at_random(labels)[:positives] == 2).sum() == tested
+    assert (draw_split(labels)[:positives] == 2).sum() == tested
 
 
 def test_unknown_is_not_present() -> None:
     labels = np.full((20, 2), -1, np.int8)
     labels[:10, 0] = 1
-    assert [(split_at_random(labels)[part] == 2).sum() for part in (slice(10), slice(10, 20))] == [2, 2]
+    assert [(draw_split(labels)[part] == 2).sum() for part in (slice(10), slice(10, 20))] == [2, 2]
 
 
 def test_groups_are_drawn_whole_about_a_fifth_and_rare_classes_stay_in_training() -> None:
@@ -76,64 +76,64 @@ def test_groups_are_drawn_whole_about_a_fifth_and_rare_classes_stay_in_training(
     patients = np.repeat([f"p{number}" for number in range(50)], generator.integers(1, 12, 50))
     labels = (generator.random((len(patients), 4)) < 0.3).astype(np.int8)
     labels[:, 3] = patients == "p7"
-    split = split_at_random(labels, patients)
+    split = draw_split(labels, patients)
     tested = set(patients[split == 2].tolist())
     assert not tested & set(patients[split == 0].tolist())
     assert 0.15 < (split == 2).mean() < 0.25
     assert "p7" not in tested, "the only patient of a class"
-    assert np.array_equal(split, split_at_random(labels, patients))
-    alone = split_at_random(labels, np.arange(len(labels)).astype(str))
+    assert np.array_equal(split, draw_split(labels, patients))
+    alone = draw_split(labels, np.arange(len(labels)).astype(str))
     assert abs((alone == 2).mean() - 0.2) < 0.02
 
 
 def test_a_group_is_taken_if_half_of_it_fits_and_the_last_never() -> None:
     sizes = np.array([4, 4, 3, 1, 1])
-    chosen, room = whole_groups(np.array([0, 1, 2, 3, 4]), sizes, 6.0)
+    chosen, room = choose_whole_groups(np.array([0, 1, 2, 3, 4]), sizes, 6.0)
     assert (chosen.tolist(), room) == ([0, 1], -2.0), "4 of 6, then 4 of the 2 that are left"
-    chosen, room = whole_groups(np.array([0, 2, 3, 4]), sizes, 1.9)
+    chosen, room = choose_whole_groups(np.array([0, 2, 3, 4]), sizes, 1.9)
     assert (chosen.tolist(), room) == ([2], -1.1)
-    assert whole_groups(np.array([3]), sizes, 6.0)[0].tolist() == []
-    assert whole_groups(np.array([3, 4]), sizes, 0.0)[0].tolist() == []
+    assert choose_whole_groups(np.array([3]), sizes, 6.0)[0].tolist() == []
+    assert choose_whole_groups(np.array([3, 4]), sizes, 0.0)[0].tolist() == []
 
 
 def test_the_patients_of_small_strata_share_their_fifth() -> None:
     """Two patients a class: a fifth of two is none, but a fifth of all is."""
     patients = np.repeat([f"p{number:02d}" for number in range(28)], 5)
     labels = (np.arange(14) == np.repeat(np.arange(28) // 2, 5)[:, None]).astype(np.int8)
-    split = split_at_random(labels, patients)
+    split = draw_split(labels, patients)
     assert 0.15 < (split == 2).mean() < 0.25
     assert (labels[split == 0].sum(axis=0) > 0).all(), "every class has a patient left"
 
 
 def test_who_is_on_two_sides() -> None:
     patients = np.array(["b", "a", "b", "c", "a", "c"])
-    assert straddling(np.array([0, 2, 0, 0, 1, 2]), patients) == ["a", "c"]
-    assert straddling(np.array([0, 2, 0, 1, 2, 1]), patients) == []
+    assert find_split_groups(np.array([0, 2, 0, 0, 1, 2]), patients) == ["a", "c"]
+    assert find_split_groups(np.array([0, 2, 0, 1, 2, 1]), patients) == []
 
 
 def test_a_split_by_patient_only_if_they_must_stay_together() -> None:
     labels = np.ones((40, 1))
     patients = np.repeat([f"p{number}" for number in range(8)], 5)
-    loose = splits_of(dataset(labels, patients), None, "here")
+    loose = make_splits(dataset(labels, patients), None, "here")
     assert loose.test.patients is not None
     assert len(set(loose.test.patients.tolist())) > 2
-    whole = splits_of(dataset(labels, patients), None, "here", group="who")
+    whole = make_splits(dataset(labels, patients), None, "here", group="who")
     assert whole.test.patients is not None
     assert (len(whole.test), len(set(whole.test.patients.tolist()))) == (10, 2)
 
 
 def test_parts_by_a_given_split() -> None:
-    parts = splits_of(dataset(np.ones((4, 1))), np.array([0, 2, 1, 0]), "here")
+    parts = make_splits(dataset(np.ones((4, 1))), np.array([0, 2, 1, 0]), "here")
     assert parts.validation is not None
     assert [part.rows.tolist() for part in (parts.train, parts.validation, parts.test)] == [[0, 3], [2], [1]]
     for wrong in (-1, 3):
         with pytest.raises(DataError, match=f"here: sample 2 has the split {wrong}"):
-            splits_of(dataset(np.ones((4, 1))), np.array([0, 2, wrong, 0]), "here")
+            make_splits(dataset(np.ones((4, 1))), np.array([0, 2, wrong, 0]), "here")
     for split, name in (([0, 0], "test"), ([2, 1], "training")):
         with pytest.raises(DataError, match=f"no {name} samples among its 2. Mark some"):
-            splits_of(dataset(np.ones((2, 1))), np.array(split), "here")
-    with pytest.raises(DataError, match="at least 3 a class"):
-        splits_of(dataset(np.ones((2, 1))), None, "here")
+            make_splits(dataset(np.ones((2, 1))), np.array(split), "here")
+    with pytest.raises(DataError, match="at least 3 per class"):
+        make_splits(dataset(np.ones((2, 1))), None, "here")
 
 
 def test_classes_never_shown_are_named_up_to_five() -> None:
@@ -141,9 +141,9 @@ def test_classes_never_shown_are_named_up_to_five() -> None:
     labels[:, 0] = 1
     split = np.array([0, 2])
     with pytest.raises(DataError, match=r"the classes 'class 1', .*'class 5' and 1 more \(not a single positive in 1"):
-        splits_of(dataset(labels), split, "here")
+        make_splits(dataset(labels), split, "here")
     with pytest.raises(DataError, match=r"the classes 'class 1', .*'class 5' \(not"):
-        splits_of(dataset(labels[:, :6]), split, "here")
+        make_splits(dataset(labels[:, :6]), split, "here")
     with pytest.raises(DataError, match=r"the class 'class 1' \("):
-        splits_of(dataset(labels[:, :2]), split, "here")
-    splits_of(dataset(labels), split, "here", require_positives=False)
+        make_splits(dataset(labels[:, :2]), split, "here")
+    make_splits(dataset(labels), split, "here", require_positives=False)

@@ -25,13 +25,14 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
 
-import sites
-from sites import Consortium, replayed, write_consortium
-from test_deployment import COMMAND, World, parent_of
+import consortium as consortium_module
+from consortium import Consortium, replayed, write_consortium
+from real_federation import COMMAND, World, parent_of
 
-from fedmll.deploy import keys
-from fedmll.deploy.audit import FILE, verify
-from fedmll.deploy.flower.site_app import EVALUATE, MODEL, TRAIN
+from fedmll.deploy.flower.client_app import EVALUATE, MODEL, TRAIN
+from fedmll.deploy.security import certificates, client_keys
+from fedmll.deploy.security.audit_log import FILE, verify_audit_log
+from fedmll.deploy.server.study import study_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -93,8 +94,9 @@ class Network(World):
         return folder
 
     def serve(self, *more: str, **changes: Any) -> subprocess.Popen[bytes]:
-        file = self.folder / "experiment.toml"
-        file.write_text(self.consortium.server(**changes).to_toml())
+        file, experiment = self.folder / "experiment.toml", self.consortium.server(**changes)
+        file.write_text(experiment.to_toml())
+        self.digest = study_digest(experiment, len(NAMES))
         options = ["--clients", ",".join(NAMES), "--listen", f"{self.address}:{self.port}", "--out", self.out]
         options += ["--keys", self.consortium.keys, "--min-clients", "1", "--round-timeout", str(ROUND_SECONDS)]
         options += ["--join-timeout", "120", "--validators", VALIDATING, *more]
@@ -105,7 +107,7 @@ class Network(World):
     def take_part(self, name: str) -> subprocess.Popen[bytes]:
         home, secret = self.consortium.folder, self.consortium.keys
         options = ["--name", name, "--csv", home / name / "labels.csv", "--images", home / "images", "--device", "cpu"]
-        options += ["--memory", self.folder / f"memory-{name}", "--patience", "200", "--yes"]
+        options += ["--state-dir", self.folder / f"memory-{name}", "--patience", "200", "--approve", self.digest]
         options += ["--ca", secret / "ca.crt", "--key", secret / f"{name}.key"]
         command, more = ("validate", ()) if name == VALIDATING else ("join", ("--no-report",))
         return self.start(name, command, f"{self.address}:{self.port}", *options, *more, command=self.within(name))
@@ -155,11 +157,15 @@ def network(tmp_path: Path) -> Iterator[Network]:
     if reason is not None:
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sites, "NAMES", (*NAMES, VALIDATING))
-        patch.setattr(sites, "SIZES", {**{name: sites.SIZES[name] for name in NAMES[:3]}, LATE: 40, "test": 120})
+        patch.setattr(consortium_module, "NAMES", (*NAMES, VALIDATING))
+        patch.setattr(
+            consortium_module,
+            "SIZES",
+            {**{name: consortium_module.SIZES[name] for name in NAMES[:3]}, LATE: 40, "test": 120},
+        )
         consortium = write_consortium(tmp_path / "consortium")
     here = Network(consortium, tmp_path)
-    keys.init(consortium.keys, [here.address])
+    certificates.create_server_certificate(consortium.keys, [here.address])
     try:
         yield here
     finally:
@@ -197,7 +203,7 @@ def happen(network: Network) -> subprocess.Popen[bytes]:
     network.until(lambda: network.round() >= 2)
     network.connect(LATE, True)  # it comes in round 2, or a little later: from the next round on it takes part
     filling = fill(disk)
-    network.until_happened("refused", FULL)
+    network.until_happened("rejected", FULL)
     filling.unlink()
     network.until_happened("joined", LATE)
     network.until_happened("reply", LATE)
@@ -207,10 +213,10 @@ def happen(network: Network) -> subprocess.Popen[bytes]:
     stopped = family(joined[STOPPED])
     for number in stopped:
         os.kill(number, signal.SIGSTOP)
-    network.until_happened("left out", STOPPED)
+    network.until_happened("skipped", STOPPED)
     for number in reversed(stopped):
         os.kill(number, signal.SIGCONT)
-    network.until_happened("left out", CUT)
+    network.until_happened("skipped", CUT)
     time.sleep(max(0.0, cut + CUT_SECONDS - time.monotonic()))
     network.connect(CUT, True)
     back = network.round()
@@ -224,7 +230,7 @@ def took_part(audit: list[dict[str, Any]], rounds: int) -> dict[int, set[str]]:
     for line in audit:
         if line["event"] == "reply" and line["kind"] == TRAIN:
             who[line["round"]].add(line["client"])
-        elif line["event"] == "refused" and "round" in line:
+        elif line["event"] == "rejected" and "round" in line:
             who[line["round"]].discard(line["client"])
     return who
 
@@ -238,19 +244,19 @@ def test_a_federation_survives_a_bad_day(network: Network) -> None:
     joined = {line["client"]: line for line in audit if line["event"] == "joined"}
     assert joined.keys() == {*NAMES, VALIDATING}
     assert joined[LATE]["first_round"] >= 3
-    marks = {row[0].removesuffix(".pub"): row[3] for row in keys.listed(network.consortium.keys)}
+    marks = {row[0].removesuffix(".pub"): row[3] for row in client_keys.list_keys(network.consortium.keys)}
     assert {name: line["key"] for name, line in joined.items()} == {name: marks[name] for name in joined}
-    (full, *_) = [line["text"] for line in audit if line["event"] == "refused" and line["client"] == FULL]
+    (full, *_) = [line["text"] for line in audit if line["event"] == "rejected" and line["client"] == FULL]
     assert "its disk is full" in full
     said = " ".join(network.said("server").split())
     for name in (CUT, STOPPED):
-        assert f"{name} is left out (" in said
-    assert f"{FULL} is refused: its disk is full" in said
+        assert f"{name} is skipped (" in said
+    assert f"{FULL} is rejected: its disk is full" in said
     assert f"starts without {LATE}; it may come later" in said
     assert "is tried again" not in said
     memories = [network.folder / f"memory-{name}" for name in (*NAMES, VALIDATING)]
     for folder in (network.out, *memories):
-        assert verify(folder / FILE).wrong is None
+        assert verify_audit_log(folder / FILE).wrong is None
     assert max(row["seconds"] for row in network.rows()) < 3 * ROUND_SECONDS  # by its deadline, and a test
 
     who = took_part(audit, SETTINGS["training__rounds"])
@@ -259,7 +265,7 @@ def test_a_federation_survives_a_bad_day(network: Network) -> None:
         EVALUATE,
         MODEL,
     }
-    assert json.loads((network.out / "federated.json").read_text())["sites"].keys() == {VALIDATING}
+    assert json.loads((network.out / "site_metrics.json").read_text())["sites"].keys() == {VALIDATING}
     found = load_file(network.out / "model.safetensors")
     for folder in memories:
         mine = load_file(folder / "model.safetensors")

@@ -1,5 +1,5 @@
 """What leaves a site, on the wire: a proxy between a real site and a real server records every byte that the site
-sends. It is what leaving.py records of the ClientApp, and what docs/deployment.md says."""
+sends. It is what what_leaves.py records of the ClientApp, and what docs/reference/what-leaves-a-site.md says."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
 
+from consortium import Consortium
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import PullObjectResponse, PushObjectRequest
 from flwr.supercore.inflatable.inflatable_object import get_object_id, iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from google.protobuf.message import DecodeError
-from leaving import DOCUMENT, EVERY, SITE, Recorder, documented, experiment_of, in_rows
-from sites import Consortium
-from test_deployment import World, consortium, world  # noqa: F401  (fixtures)
+from real_federation import World, consortium, world  # noqa: F401  (fixtures)
+from what_leaves import DOCUMENT, EVERY, SITE, Recorder, documented, experiment_of, in_rows
 
-from fedmll.deploy.flower.processes import free_port
+from fedmll.core.message import Message
+from fedmll.deploy.flower.child_processes import find_free_port
 from fedmll.deploy.flower.records import from_records
-from fedmll.message import Message
+from fedmll.deploy.server.study import study_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 METHOD = "fedcurv"  # it sends more than weights
@@ -99,9 +100,11 @@ def test_what_leaves_on_the_wire_is_what_the_document_says(
     world: World,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    server, file = free_port(), tmp_path / "experiment.toml"
+    server, file = find_free_port(), tmp_path / "experiment.toml"
     proxy, world.port = (recording := Proxy(server)), recording.port
-    file.write_text(experiment_of(consortium, METHOD).to_toml())
+    experiment = experiment_of(consortium, METHOD)
+    file.write_text(experiment.to_toml())
+    world.digest = study_digest(experiment, 1)
     options = ["--listen", f"127.0.0.1:{server}", "--insecure", "--min-clients", "1", "--yes", "--out", world.out]
     running = world.start("server", "server", file, "--clients", SITE, *options)
     world.until_said("server", "listening on")
@@ -124,7 +127,7 @@ def test_what_leaves_on_the_wire_is_what_the_document_says(
             assert not body  # the answer's date is compared with this clock
         else:
             others.add(path)
-            assert len(body) < 2000, path  # who asks, for which message
+            assert len(body) < 2000, path  # who experiment_options, for which message
     assert contents.keys() <= named  # nothing that is not of a reply
     assert others <= {"/v1/fleet/" + name for name in OTHERS}, others
     known = proxy.objects_of_the_server() | contents
@@ -142,7 +145,7 @@ def test_what_leaves_on_the_wire_is_what_the_document_says(
     assert sorted(rows) == sorted(row for row in documented(DOCUMENT.read_text()) if row[0] in (EVERY, METHOD))
     assert len(found["a round"]) == 3
     last, model = found["a round"][-1][0], load_file(world.out / "model.safetensors")
-    for name, tensor in recorder.learner.weights.named(last.tensors).items():  # the mean of one is the one
+    for name, tensor in recorder.trainer.weights.named(last.tensors).items():  # the mean of one is the one
         assert torch.equal(model[name], tensor), name
 
 

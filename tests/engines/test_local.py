@@ -13,17 +13,17 @@ import pytest
 import torch
 from conftest import small
 
-from fedmll.client import Peer, Work
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ClientError, ConfigError
+from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
-from fedmll.errors import ClientError, ConfigError
-from fedmll.experiment import Experiment
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records
+from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec
+from fedmll.methods.client_round import ClientInfo, ClientRound
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Absent
-from fedmll.running.loop import run
-from fedmll.running.observers import Observer
+from fedmll.methods.parts.target_losses import UnknownAsNegative
+from fedmll.training.callbacks import Callback
+from fedmll.training.round_loop import run
 
 PRIVATE = {"method__name": "private-fedavg", "method__loss": "sigmoid"}
 
@@ -33,22 +33,22 @@ class Counting(Part):
 
     name: ClassVar[str] = "test-counting"
 
-    def finish(self, work: Work, mine: None) -> Tensors:
-        memory = work.memory(self.name)
+    def on_round_end(self, client_round: ClientRound, round_state: None) -> Tensors:
+        memory = self.client_state(client_round)
         memory["rounds"] = memory.get("rounds", torch.zeros(1)) + 1
         return {"rounds": memory["rounds"]}
 
-    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
-        return {"rounds": Like((1,), low=1)}
+    def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
+        return {"rounds": TensorSpec((1,), low=1)}
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        return Sum()
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
+        return SumAggregator()
 
 
-class Sum(Merger):
+class SumAggregator(Aggregator):
     total = 0.0
 
-    def add(self, peer: Peer, reply: Message) -> None:
+    def add(self, peer: ClientInfo, reply: Message) -> None:
         self.total += reply["rounds"].item()
 
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
@@ -57,7 +57,7 @@ class Sum(Merger):
 
 class Remembering(Method):
     name: ClassVar[str] = "test-remembering"
-    parts = (Absent, Counting)
+    parts = (UnknownAsNegative, Counting)
 
 
 class Killing(Part):
@@ -69,28 +69,32 @@ class Killing(Part):
         flag: str = ""  # a file: die while it does not exist
         always: bool = False
 
-    def prepare(self, work: Work) -> None:
+    def on_round_start(self, client_round: ClientRound) -> None:
         flag = Path(self.options.flag)
-        if work.round == 2 and work.client.name == "c001" and (self.options.always or not flag.exists()):
+        if (
+            client_round.number == 2
+            and client_round.client.name == "c001"
+            and (self.options.always or not flag.exists())
+        ):
             flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Deadly(Method):
     name: ClassVar[str] = "test-deadly"
-    parts = (Absent, Killing)
+    parts = (UnknownAsNegative, Killing)
 
 
 class Bug(Part):
     name: ClassVar[str] = "test-bug"
 
-    def prepare(self, work: Work) -> None:
+    def on_round_start(self, client_round: ClientRound) -> None:
         raise ValueError("a bug in a method")
 
 
 class Broken(Method):
     name: ClassVar[str] = "test-broken"
-    parts = (Absent, Bug)
+    parts = (UnknownAsNegative, Bug)
 
 
 def weights_of(experiment: Experiment) -> dict[str, torch.Tensor]:
@@ -120,7 +124,7 @@ def test_memory_stays_with_its_client(tmp_path: Path) -> None:
             small(method__name="test-remembering", training__rounds=3, engine__workers=workers), tmp_path / str(workers)
         )
         assert [row["remembered"] for row in result.rows] == [4, 8, 12]  # 4 clients × rounds so far
-        kept = sorted(p.name for p in (tmp_path / str(workers) / "checkpoint" / "memory").iterdir())
+        kept = sorted(p.name for p in (tmp_path / str(workers) / "checkpoint" / "client_state").iterdir())
         # what the last two checkpoints refer to, no more
         assert kept == [f"{client:06d}.{round:06d}.safetensors" for client in range(4) for round in (2, 3)]
 
@@ -135,15 +139,17 @@ def test_memories_wait_for_the_disk_once_a_checkpoint(tmp_path: Path, monkeypatc
         real(descriptor)
 
     monkeypatch.setattr("os.fsync", counting)
-    monkeypatch.setattr("fedmll.files.sync_disk", lambda folder: events.append(folder.name))
+    monkeypatch.setattr("fedmll.core.files.sync_disk", lambda folder: events.append(folder.name))
     checkpoints = {"training__rounds": 4, "engine__checkpoint_every": 2}
     run(small(**checkpoints), tmp_path / "plain")
     assert set(events) == {"file"}
     alone = len(events)
     events.clear()
     run(small(method__name="test-remembering", **checkpoints), tmp_path / "remembering")
-    assert events.count("memory") == 2 and events.count("file") == alone
-    assert events[events.index("memory") + 1 :].count("file") >= 8  # two checkpoints of two files, with their folder
+    assert events.count("client_state") == 2 and events.count("file") == alone
+    assert (
+        events[events.index("client_state") + 1 :].count("file") >= 8
+    )  # two checkpoints of two files, with their folder
 
 
 def test_a_worker_that_dies_is_replaced_and_its_client_tried_again(tmp_path: Path) -> None:
@@ -176,15 +182,15 @@ def test_a_diverging_client_stops_the_run_by_name(tmp_path: Path) -> None:
 
 
 def test_no_process_is_left_behind() -> None:
-    class Stop(Observer):
-        def client_done(self, round: int, done: int, total: int) -> None:
+    class Stop(Callback):
+        def on_client_end(self, round: int, done: int, total: int) -> None:
             if round == 2 and done == 1:
                 raise KeyboardInterrupt
 
     import multiprocessing
 
     with pytest.raises(KeyboardInterrupt):
-        run(small(engine__workers=2), observer=Stop())
+        run(small(engine__workers=2), callback=Stop())
     assert multiprocessing.active_children() == []
 
 
@@ -193,9 +199,9 @@ def test_predictions_do_not_depend_on_how_they_are_cut(tmp_path: Path) -> None:
     data = build(small(engine__workers=2))
     engine = LocalEngine(data, tmp_path)
     try:
-        state = engine.start()
-        (scores,) = engine.predict(engine.learner.method.deploy(state), "test")
-        model = engine.learner.model.eval()
+        state = engine.initial_state()
+        (scores,) = engine.predict(engine.trainer.method.final_model(state), "test")
+        model = engine.trainer.model.eval()
         pixels = torch.from_numpy(data.test.store[data.test.rows]).float() / 255
         with torch.no_grad():
             expected = torch.sigmoid(model((pixels - 0.5) / 0.5)).numpy()
@@ -209,13 +215,13 @@ def test_what_is_expected_is_worked_out_once_for_all_who_are_sent_the_same(
     monkeypatch: pytest.MonkeyPatch, method: dict[str, str], times: int
 ) -> None:
     """With private labels every one of the four clients is sent rows of its own."""
-    asked, expects = list[int](), Method.expects
+    asked, expects = list[int](), Method.reply_spec
 
-    def counted(self: Method, sent: Message, round: int) -> dict[str, Like]:
+    def counted(self: Method, sent: Message, round: int) -> dict[str, TensorSpec]:
         asked.append(round)
         return expects(self, sent, round)
 
-    monkeypatch.setattr(Method, "expects", counted)
+    monkeypatch.setattr(Method, "reply_spec", counted)
     run(small(engine__workers=1, **method))
     assert asked == [1] * times + [2] * times
 

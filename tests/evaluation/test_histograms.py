@@ -13,9 +13,10 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from fedmll.errors import DataError
+from fedmll.core.errors import DataError
 from fedmll.evaluation import metrics
-from fedmll.evaluation.histograms import BINS, _reciprocals, evaluate_counts, few, histograms
+from fedmll.evaluation.histograms import BINS, evaluate_histograms, score_histograms
+from fedmll.evaluation.ranking import _reciprocals
 
 ROUNDING = 1e-9  # percent
 
@@ -35,38 +36,30 @@ def counts_of(**bins: tuple[int, int]) -> np.ndarray:
 def test_bins_are_of_logits_and_open_at_the_ends() -> None:
     logits = np.array([-20, -16.01, -15.99, -15.96, -6.001, -0.001, 0, 0.001, 0.0079, 5.999, 6.001, 15.96, 15.97, 40])
     scores = column(*(1 / (1 + np.exp(-logits))))
-    found = histograms(scores, np.ones((len(logits), 1), np.int8))
+    found = score_histograms(scores, np.ones((len(logits), 1), np.int8))
     assert found.shape == (2, 1, 2048)
     assert found.dtype == np.int64
     assert not found[1].any()
     expected = np.bincount([0, 0, 0, 1, 255, 1023, 1024, 1024, 1025, 1791, 1792, 2046, 2047, 2047], minlength=2048)
     assert found[0, 0].tolist() == expected.tolist()
-    ends = histograms(column(0.0, 1.0, 0.5).astype(np.float32), np.zeros((3, 1), np.int8))
+    ends = score_histograms(column(0.0, 1.0, 0.5).astype(np.float32), np.zeros((3, 1), np.int8))
     assert np.flatnonzero(ends[1, 0]).tolist() == [0, 1024, 2047]
 
 
 def test_unknown_targets_count_nowhere_and_classes_do_not_mix() -> None:
     scores = np.array([[0.5, 0.0], [0.5, 1.0], [0.5, 1.0]])
     targets = np.array([[1, 0], [-1, 1], [0, -1]], np.int8)
-    found = histograms(scores, targets)
+    found = score_histograms(scores, targets)
     assert found.sum(axis=2).tolist() == [[1, 1], [1, 1]]
     assert [found[0, 0, 1024], found[1, 0, 1024], found[0, 1, 2047], found[1, 1, 0]] == [1, 1, 1, 1]
-    assert not histograms(np.zeros((0, 3)), np.zeros((0, 3), np.int8)).any()
+    assert not score_histograms(np.zeros((0, 3)), np.zeros((0, 3), np.int8)).any()
     with pytest.raises(DataError, match="outside"):
-        histograms(column(np.nan), np.ones((1, 1), np.int8))
-
-
-def test_few_is_said_of_positives_and_of_negatives_but_not_of_none() -> None:
-    counts = np.zeros((2, 6, BINS), np.int64)
-    counts[0, :, 3] = [0, 9, 10, 0, 0, 5]
-    counts[1, :, 4] = [0, 50, 10, 9, 10, 0]
-    counts[0, 5, 8] = 5  # ten in all
-    assert few(counts, 10).tolist() == [False, True, False, True, False, False]
+        score_histograms(column(np.nan), np.ones((1, 1), np.int8))
 
 
 def test_worked_out_by_hand() -> None:
     """Above: a positive. Then a bin of two positives and a negative. Then two negatives, one below 0.5."""
-    report = evaluate_counts(counts_of(b1900=(1, 0), b1800=(2, 1), b1700=(0, 1), b100=(0, 1)), ["a"])
+    report = evaluate_histograms(counts_of(b1900=(1, 0), b1800=(2, 1), b1700=(0, 1), b100=(0, 1)), ["a"])
     table = {name: float(values[0]) for name, values in report.per_class.items()}
     # pairs: 9, of which 7 right for certain and 2 open
     assert table["auc"] == pytest.approx(100 * 8 / 9)
@@ -85,7 +78,7 @@ def test_worked_out_by_hand() -> None:
 
 def test_tied_positives_can_be_better_than_any_order_of_them() -> None:
     """A negative on top and two positives in one bin: in any order 1/2 and 2/3, tied 2/3 and 2/3."""
-    report = evaluate_counts(counts_of(b900=(0, 1), b800=(2, 0)), ["a"])
+    report = evaluate_histograms(counts_of(b900=(0, 1), b800=(2, 0)), ["a"])
     low, high = (1 / 2 + 2 / 3) / 2, 2 / 3
     assert report.values["map"] == pytest.approx(50 * (low + high))
     assert report.values["map_error"] == pytest.approx(50 * (high - low))
@@ -98,7 +91,7 @@ def test_both_ends_of_what_is_possible_are_possible() -> None:
     for targets, scores in (([0, 0, 1, 1, 1], inside[::-1]), ([0, 0, 1, 1, 1], [0.6, 0.6, 0.6002, 0.6002, 0.6002])):
         top = [0.9], [0]
         p, y = column(*top[0], *scores), np.array([*top[1], *targets], np.int8)[:, None]
-        report = evaluate_counts(histograms(p, y), ["a"])
+        report = evaluate_histograms(score_histograms(p, y), ["a"])
         away = 100 * average_precision_score(y, p) - report.values["map"]
         assert abs(away) == pytest.approx(report.values["map_error"])
         away = 100 * roc_auc_score(y, p) - report.values["macro_auc"]
@@ -107,7 +100,7 @@ def test_both_ends_of_what_is_possible_are_possible() -> None:
 
 def test_what_is_undefined_is_nan_and_named() -> None:
     counts = np.concatenate([counts_of(), counts_of(b600=(4, 0)), counts_of(b600=(0, 4)), counts_of(b600=(1, 1))], 1)
-    report = evaluate_counts(counts, ["nothing", "positive", "negative", "both"])
+    report = evaluate_histograms(counts, ["nothing", "positive", "negative", "both"])
     assert report.left_out == {
         "ap": ("nothing", "negative"),
         "auc": ("nothing", "positive", "negative"),
@@ -118,7 +111,7 @@ def test_what_is_undefined_is_nan_and_named() -> None:
     assert report.values["macro_auc_error"] == 50
     assert report.values["map"] == pytest.approx((100 + 75) / 2)
     assert report.per_class["known"].tolist() == [0, 4, 4, 2]
-    assert all(np.isnan(value) for value in evaluate_counts(counts[:, :1], ["nothing"]).values.values())
+    assert all(np.isnan(value) for value in evaluate_histograms(counts[:, :1], ["nothing"]).values.values())
 
 
 def drawn(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -137,7 +130,7 @@ def test_always_within_the_stated_error_of_scikit_learn() -> None:
     wide = tied = 0
     for seed in range(400):
         scores, targets = drawn(seed)
-        values = evaluate_counts(histograms(scores[:, None], targets[:, None]), ["a"]).values
+        values = evaluate_histograms(score_histograms(scores[:, None], targets[:, None]), ["a"]).values
         auc, ap = 100 * roc_auc_score(targets, scores), 100 * average_precision_score(targets, scores)
         assert abs(values["macro_auc"] - auc) <= values["macro_auc_error"] + ROUNDING, seed
         assert abs(values["map"] - ap) <= values["map_error"] + ROUNDING, seed
@@ -150,7 +143,7 @@ def test_always_within_the_stated_error_of_scikit_learn() -> None:
 def test_what_is_cut_at_one_half_is_exact() -> None:
     for seed in range(30):
         scores, targets = drawn(seed)
-        values = evaluate_counts(histograms(scores[:, None], targets[:, None]), ["a"]).values
+        values = evaluate_histograms(score_histograms(scores[:, None], targets[:, None]), ["a"]).values
         predicted = scores >= 0.5
         assert values["macro_f1"] == pytest.approx(100 * f1_score(targets, predicted, zero_division=0))
         assert values["c_p"] == pytest.approx(100 * precision_score(targets, predicted, zero_division=0))
@@ -163,10 +156,10 @@ def test_sums_over_places_are_the_data_together_and_near_the_exact_metrics() -> 
     targets = (draw.random((3000, 4)) < [0.01, 0.05, 0.3, 0.6]).astype(np.int8)
     scores = 1 / (1 + np.exp(-(2 * draw.standard_normal((3000, 4)) + 2 * targets - 3)))
     places = draw.integers(0, 20, 3000)
-    total = sum(histograms(scores[places == place], targets[places == place]) for place in range(20))
+    total = sum(score_histograms(scores[places == place], targets[places == place]) for place in range(20))
     assert isinstance(total, np.ndarray)
-    assert np.array_equal(total, histograms(scores, targets))
-    found, exact = evaluate_counts(total, list("abcd")), metrics.evaluate(scores, targets, list("abcd"))
+    assert np.array_equal(total, score_histograms(scores, targets))
+    found, exact = evaluate_histograms(total, list("abcd")), metrics.evaluate(scores, targets, list("abcd"))
     assert np.abs(found.per_class["auc"] - exact.per_class["auc"]).max() < 0.1
     assert np.abs(found.per_class["ap"] - exact.per_class["ap"]).max() < 0.2
     for name in ("f1", "bacc", "precision", "recall"):

@@ -1,4 +1,4 @@
-"""metrics.py against scikit-learn, which is called class by class on the known entries only."""
+"""All metrics against scikit-learn, called class by class on the known entries."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from fedmll.errors import DataError, FedmllError
-from fedmll.evaluation import metrics
-from fedmll.evaluation.metrics import accuracy, best_thresholds, evaluate, per_client
+from fedmll.core.errors import DataError, FedmllError
+from fedmll.evaluation import metrics, ranking
+from fedmll.evaluation.metrics import accuracy, evaluate, evaluate_per_client
+from fedmll.evaluation.thresholds import best_thresholds
 
 NAN = float("nan")
 
@@ -83,7 +84,7 @@ def oracle(scores: NDArray, targets: NDArray, thresholds: NDArray) -> dict[str, 
     return {name: 100 * value for name, value in expected.items()}
 
 
-def check(scores: NDArray, targets: NDArray) -> metrics.Report:
+def check(scores: NDArray, targets: NDArray) -> metrics.ClassificationReport:
     """evaluate() agrees with scikit-learn on every metric, and warns of nothing; gives the report for more checks."""
     thresholds = np.linspace(0.2, 0.8, scores.shape[1])
     with warnings.catch_warnings():
@@ -156,7 +157,7 @@ def test_one_class_one_sample() -> None:
 
 
 @pytest.mark.parametrize("target", [0, 1, -1])
-def test_targets_all_alike(target: int) -> None:
+def test_all_targets_equal(target: int) -> None:
     scores, _ = matrices(3, 20, 4, dtype=np.float32)
     report = check(scores, np.full(scores.shape, target, dtype=np.int8))
     assert np.isnan(report.values["macro_auc"]) and np.isnan(report.values["micro_auc"])
@@ -182,7 +183,7 @@ def test_no_samples_is_nan_not_zero() -> None:
         report = evaluate(empty, empty.astype(np.int8), names(count))
         assert len(report.values) == 16 and all(np.isnan(value) for value in report.values.values())
         assert np.array_equal(best_thresholds(empty, empty.astype(np.int8)), np.full(count, 0.5))
-        clients = per_client(empty, empty.astype(np.int8), np.zeros(0, dtype=np.int64), names(count))
+        clients = evaluate_per_client(empty, empty.astype(np.int8), np.zeros(0, dtype=np.int64), names(count))
         assert all(np.isnan(value) for value in clients.values.values())
 
 
@@ -203,7 +204,7 @@ def test_float32_neighbours_are_not_ties_and_neither_are_float64_neighbours() ->
         assert evaluate(scores[::-1], targets, names(1)).values["auc"] == 0
 
 
-def test_unknown_entries_change_nothing_whatever_their_scores_are() -> None:
+def test_scores_of_unknown_entries_change_nothing() -> None:
     scores, targets = matrices(4, 200, 5, unknown=0.3)
     other = np.where(targets < 0, np.random.default_rng(0).random(scores.shape), scores)
     thresholds = best_thresholds(scores, targets)
@@ -269,7 +270,7 @@ def test_classes_without_a_positive_change_no_average_over_classes() -> None:
     assert set(with_them.left_out.values()) == {("class 2", "class 11", "class 14")}
 
 
-def test_per_class_figures_average_to_the_values() -> None:
+def test_the_mean_over_classes_is_the_average() -> None:
     scores, targets = matrices(5, 120, 6, unknown=0.2, steps=8)
     report = evaluate(scores, targets, names(6))
     pairs = {"ap": "c_ap", "auc": "macro_auc", "f1": "macro_f1", "precision": "c_p", "recall": "c_r", "bacc": "bacc"}
@@ -287,13 +288,13 @@ def test_block_size_changes_nothing(monkeypatch: pytest.MonkeyPatch, block: int,
     scores, targets = matrices(6, 60, 7, dtype=dtype, unknown=0.2, steps=20)
     owner = np.random.default_rng(0).integers(0, 5, 60)
     whole, cuts = evaluate(scores, targets, names(7)), best_thresholds(scores, targets)
-    clients = per_client(scores, targets, owner, names(7))
-    monkeypatch.setattr(metrics, "BLOCK", block)
-    widths = [part.columns.stop - part.columns.start for part in metrics._blocks(scores, targets, owner, 5)]
+    clients = evaluate_per_client(scores, targets, owner, names(7))
+    monkeypatch.setattr(ranking, "MAX_ENTRIES", block)
+    widths = [part.columns.stop - part.columns.start for part in ranking.score_blocks(scores, targets, owner, 5)]
     assert widths == ([3, 3, 1] if block == 200 else [1] * 7)
     assert evaluate(scores, targets, names(7)).values == whole.values
     assert np.array_equal(best_thresholds(scores, targets), cuts)
-    assert per_client(scores, targets, owner, names(7)).values == pytest.approx(clients.values, rel=1e-14)
+    assert evaluate_per_client(scores, targets, owner, names(7)).values == pytest.approx(clients.values, rel=1e-14)
 
 
 # ---- thresholds -----------------------------------------------------------------------------------------------------
@@ -376,7 +377,7 @@ def test_accuracy_counts_samples_with_exactly_one_positive() -> None:
 def test_per_client_is_evaluate_on_each_client(dtype: type) -> None:
     scores, targets = matrices(7, 150, 4, dtype=dtype, unknown=0.2, steps=10)
     owner = np.random.default_rng(1).choice([3, 5, 8, 40], p=[0.6, 0.3, 0.08, 0.02], size=150)
-    report = per_client(scores, targets, owner, names(4))
+    report = evaluate_per_client(scores, targets, owner, names(4))
     assert report.table["client"].tolist() == [3, 5, 8, 40]
     rows: dict[str, list[float]] = {"auc": [], "map": [], "macro_f1": []}
     for position, client in enumerate([3, 5, 8, 40]):
@@ -394,7 +395,7 @@ def test_per_client_is_evaluate_on_each_client(dtype: type) -> None:
 def test_clients_without_a_defined_metric_are_ignored() -> None:
     scores = np.array([[0.9], [0.1], [0.4], [0.6]], dtype=np.float32)
     targets = np.array([[1], [0], [0], [-1]], dtype=np.int8)
-    report = per_client(scores, targets, np.array([0, 0, 1, 2]), ("a",))
+    report = evaluate_per_client(scores, targets, np.array([0, 0, 1, 2]), ("a",))
     np.testing.assert_array_equal(report.table["auc"], [100, NAN, NAN])
     assert report.values["client_worst_auc"] == report.values["client_mean_map"] == 100
 
@@ -403,7 +404,7 @@ def test_clients_without_a_defined_metric_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -0.1, 3.0])
-def test_scores_that_are_no_probabilities_are_refused(bad: float) -> None:
+def test_scores_that_are_not_probabilities_are_rejected(bad: float) -> None:
     scores, targets = matrices(8, 10, 2)
     scores[4, 1] = bad
     targets[4, 1] = -1  # even where the target is unknown: the model is broken all the same
@@ -412,7 +413,7 @@ def test_scores_that_are_no_probabilities_are_refused(bad: float) -> None:
             call()
 
 
-def test_what_is_wrong_with_the_scores_is_said_as_it_is() -> None:
+def test_the_error_message_names_the_lowest_and_the_highest_score() -> None:
     scores, targets = np.array([[0.5], [3.0]]), np.array([[True], [False]])
     with pytest.raises(DataError, match=r"the lowest is 0\.5 and the highest 3\.0"):
         evaluate(scores, targets, ("a",))
@@ -422,7 +423,7 @@ def test_what_is_wrong_with_the_scores_is_said_as_it_is() -> None:
         evaluate(scores / 3, np.array([[1], [-2]]), ("a",))
 
 
-def test_other_bad_input_is_refused() -> None:
+def test_other_bad_input_is_rejected() -> None:
     scores, targets = matrices(9, 10, 2)
     owner = np.zeros(10, dtype=np.int64)
     with pytest.raises(DataError, match="C = 3 classes"):
@@ -438,7 +439,7 @@ def test_other_bad_input_is_refused() -> None:
             evaluate(scores, targets, names(2), thresholds)
     for wrong in (owner[:9], owner.astype(np.float64)):
         with pytest.raises(DataError, match="owner"):
-            per_client(scores, targets, wrong, names(2))
+            evaluate_per_client(scores, targets, wrong, names(2))
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
@@ -465,5 +466,5 @@ def test_two_thousand_clients_are_quick() -> None:
     owner = np.random.default_rng(2).integers(0, 2000, 20_000)
     pooled = fastest(lambda: evaluate(scores, targets, names(20)))
     assert (
-        fastest(lambda: per_client(scores, targets, owner, names(20))) < 5 * pooled
+        fastest(lambda: evaluate_per_client(scores, targets, owner, names(20))) < 5 * pooled
     )  # about 1; a loop over clients: 20

@@ -17,19 +17,19 @@ import torch
 from conftest import small
 from torch import Tensor, nn
 
-from fedmll.client import Batch, Client, Peer
+from fedmll.config.experiment import Experiment
+from fedmll.core.message import Message, Tensors
+from fedmll.core.registry import all_of
 from fedmll.data.federation import Federation
-from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
-from fedmll.experiment import Experiment
-from fedmll.message import Message, Tensors
+from fedmll.engines.trainer import Trainer
 from fedmll.methods import find
+from fedmll.methods.client_round import Batch, Client, ClientInfo
+from fedmll.methods.task import task_of
 from fedmll.models.backbones import build_backbone
-from fedmll.models.flat import FlatWeights
+from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Classifier
-from fedmll.registry import all_of
-from fedmll.task import task_of
-from fedmll.testing import merge
+from fedmll.testing import aggregate
 
 # ---- what a method says of itself
 
@@ -59,7 +59,7 @@ def published_of(name: str) -> dict[str, Any]:
 class Exchange:
     """One client in one round."""
 
-    peer: Peer
+    peer: ClientInfo
     sent: Message
     reply: Message
 
@@ -92,44 +92,44 @@ class Rounds:
     def __init__(self, federation: Federation, experiment: Experiment, folder: Path) -> None:
         self.federation = replace(federation, experiment=experiment)
         self.engine = LocalEngine(self.federation, folder)
-        self.learner = self.engine.learner
-        self.method, self.task, self.model = self.learner.method, self.learner.task, self.learner.model
-        self.state = self.engine.start()
+        self.trainer = self.engine.trainer
+        self.method, self.task, self.model = self.trainer.method, self.trainer.task, self.trainer.model
+        self.state = self.engine.initial_state()
         self.number = 0
 
     def next(self) -> Round:
         self.number += 1
         before, exchanges = dict(self.state), []
-        for peer, reply in self.engine.round(self.state, self.number):
+        for peer, reply in self.engine.collect_replies(self.state, self.number):
             sent = self.method.send(self.state, peer, self.number)
             exchanges.append(Exchange(peer, copy_of(sent), copy_of(reply)))
         self.state, records = merged(self.method, self.state, exchanges, self.number)
         return Round(self.number, before, exchanges, self.state, records)
 
-    def train(self, peer: Peer, module: nn.Module | None = None) -> tuple[Exchange, list[Pass]]:
+    def train(self, peer: ClientInfo, module: nn.Module | None = None) -> tuple[Exchange, list[Pass]]:
         """One client of the next round alone; also every pass through the network, or a module of it."""
         number = self.number + 1
         sent = self.method.send(self.state, peer, number)
-        client = self.learner.client(self.federation, peer, number)
+        client = self.trainer.client_in_round(self.federation, peer, number)
         with watched(module or self.model.backbone) as passes:
-            reply = self.learner.train(client, copy_of(sent), {})
+            reply = self.trainer.train(client, copy_of(sent), {})
         return Exchange(peer, sent, copy_of(reply)), passes
 
-    def client(self, peer: Peer) -> Client:
+    def client(self, peer: ClientInfo) -> Client:
         """As it is in the last round that was run."""
-        return self.learner.client(self.federation, peer, self.number)
+        return self.trainer.client_in_round(self.federation, peer, self.number)
 
-    def inputs(self, peer: Peer) -> Tensor:
+    def inputs(self, peer: ClientInfo) -> Tensor:
         """All the client's samples in order, as a model takes them."""
         data = self.federation.train.subset(self.federation.samples[peer.index])
-        return self.task.inputs(torch.from_numpy(data.samples(slice(None))))
+        return self.task.preprocess(torch.from_numpy(data.samples(slice(None))))
 
-    def targets(self, peer: Peer) -> np.ndarray:
+    def targets(self, peer: ClientInfo) -> np.ndarray:
         return self.federation.train.labels[self.federation.samples[peer.index]]
 
     def scores(self, tensors: Tensors, images: Tensor, *, mode: str = "eval") -> np.ndarray:
         """Logits (N, C), float64, of the network with these weights, in eval or train mode."""
-        self.learner.weights.load(tensors)
+        self.trainer.weights.load(tensors)
         self.model.train(mode == "train")
         with torch.no_grad():
             return self.model(images).double().numpy()
@@ -149,12 +149,12 @@ def copy_of(message: Message) -> Message:
 
 
 def merged(method: Any, state: Tensors, exchanges: Iterable[Exchange], number: int) -> tuple[Tensors, dict[str, Any]]:
-    return merge(method, state, ((e.peer, copy_of(e.reply)) for e in exchanges), number)
+    return aggregate(method, state, ((e.peer, copy_of(e.reply)) for e in exchanges), number)
 
 
 def method_for(federation: Federation, experiment: Experiment) -> Any:
     """With a network of its own."""
-    return Learner(task_of(replace(federation, experiment=experiment))).method
+    return Trainer(task_of(replace(federation, experiment=experiment))).method
 
 
 # ---- what happens inside a client
@@ -209,13 +209,13 @@ def trained_by_hand(model: nn.Module, start: Tensors, client: Client, loss: Loss
     losses = []
     model.train()
     for batch in client.batches():
-        images = (batch.raw.float() / 255 - 0.5) / 0.5 if batch.recipe == "none" else batch.images
+        images = (batch.raw.float() / 255 - 0.5) / 0.5 if batch.augmentation == "none" else batch.images
         value = loss(model(images), batch)
         penalty = sum(((p - o) ** 2).sum() for p, o in zip(weights.parameters, origin, strict=True))
         gradients = torch.autograd.grad(value + mu / 2 * penalty, weights.parameters)
         with torch.no_grad():
             for parameter, gradient in zip(weights.parameters, gradients, strict=True):
-                parameter -= lr * gradient
+                parameter.sub_(lr * gradient)
         losses.append(value.item())
     return weights.dump(), float(np.mean(losses))
 

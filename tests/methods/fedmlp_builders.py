@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from scipy.special import expit
 
-from fedmll.client import Batch, Client, Work
-from fedmll.engines.learner import Learner
-from fedmll.experiment import Experiment
-from fedmll.message import Message
-from fedmll.testing import client_of, learner_of, work_of
+from fedmll.config.experiment import Experiment
+from fedmll.core.message import Message
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import Batch, Client, ClientRound
+from fedmll.testing import make_client, make_trainer, start_round
 
 LABELS = np.array([[1, -1, 0], [0, -1, 0], [0, -1, 1], [1, -1, 0], [0, -1, -1], [0, -1, 1]])
 EARLY = {  # tags from round 2 on, at once and many
@@ -29,7 +29,7 @@ EARLY = {  # tags from round 2 on, at once and many
 
 def make(
     options: dict[str, Any], labels: np.ndarray = LABELS, round: int = 1, seed: int = 0, norm: str = "group"
-) -> tuple[Learner, Client]:
+) -> tuple[Trainer, Client]:
     """A learner and a client with random 8×8 images and these targets; the network has no batch statistics."""
     count, classes = labels.shape
     experiment = Experiment.make(
@@ -40,21 +40,21 @@ def make(
             "partition": {"clients": 2},
         }
     )
-    learner = learner_of(experiment, tuple(f"k{i}" for i in range(classes)))
-    return learner, client_of(learner, labels, round=round, seed=seed)
+    trainer = make_trainer(experiment, tuple(f"k{i}" for i in range(classes)))
+    return trainer, make_client(trainer, labels, round=round, seed=seed)
 
 
 def stage_two(
     labels: np.ndarray, tags: np.ndarray | None = None, votes: bool = True, **options: Any
-) -> tuple[Learner, Work, np.ndarray]:
+) -> tuple[Trainer, ClientRound, np.ndarray]:
     """A client's round 2 in a federation with t1 = 1, with what it remembers; the prototypes are two random directions
     a class, and given too."""
-    learner, client = make({"t1": 1, "T0": 0.5, "T1": 0.5, **options}, labels, round=2)
+    trainer, client = make({"t1": 1, "T0": 0.5, "T1": 0.5, **options}, labels, round=2)
     prototypes = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(5))
     difficulty = torch.tensor([1.0, 0.5, 1.0])
     message = sent(prototypes=prototypes, votes=torch.full((2, 3), votes), difficulty=difficulty)
     memory = {} if tags is None else {"tags/tags": torch.from_numpy(tags)}
-    return learner, work_of(learner, client, message, memory), prototypes.numpy().astype(np.float64)
+    return trainer, start_round(trainer, client, message, memory), prototypes.numpy().astype(np.float64)
 
 
 def sent(**tensors: torch.Tensor) -> Message:
@@ -69,18 +69,18 @@ def remembered(labels: np.ndarray) -> np.ndarray:
     return tags
 
 
-def tags_of(work: Work) -> np.ndarray:
+def tags_of(client_round: ClientRound) -> np.ndarray:
     """What the client remembers."""
-    return work.memories["tags"]["tags"].numpy()
+    return client_round.client_states["tags"]["tags"].numpy()
 
 
-def expected_keys(learner: Learner, round: int) -> set[str]:
+def expected_keys(trainer: Trainer, round: int) -> set[str]:
     """What a reply of the round must hold."""
-    method, weights = learner.method, {"weights": torch.zeros(3)}
+    method, weights = trainer.method, {"weights": torch.zeros(3)}
     return {
-        method.key(part, name)
-        for part in method.replying(round)
-        for name in part.expects(method.own(part, weights), round)
+        method.tensor_name(part, name)
+        for part in method.replying_parts(round)
+        for name in part.reply_spec(method.tensors_of(part, weights), round)
     }
 
 
@@ -98,10 +98,10 @@ def one_batch(client: Client) -> Batch:
 
 def seen_by(client: Client) -> tuple[np.ndarray, np.ndarray]:
     """Features and p of all its samples, of the model as it is now in evaluation mode."""
-    client.model.eval()
+    model: Any = client.model.eval()
     with torch.no_grad():
-        features = client.model.backbone(next(client.scan()).images).mean((2, 3))
-        return features.numpy(), torch.sigmoid(client.model.head(features)).numpy()
+        features = model.backbone(next(client.evaluation_batches()).images).mean((2, 3))
+        return features.numpy(), torch.sigmoid(model.head(features)).numpy()
 
 
 def bce(z: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedmll.client import Client
+from fedmll.core.message import Tensors
 from fedmll.data.dataset import Dataset
-from fedmll.engines.learner import Learner
-from fedmll.message import Tensors
-from fedmll.testing import experiment, learner_of, merge, peer_of
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import Client
+from fedmll.testing import aggregate, client_with, experiment, make_client_info, make_trainer
 
 X = np.array([-1.0, 0.5, 1.5])
 Y = np.array([[1, 0], [0, 0], [1, 1]])  # (clients, classes): no line goes through all
@@ -21,7 +21,7 @@ SIZES = (16, 32, 64)
 STEPS = (1, 2, 4)  # with batches of 16
 
 
-def learner(parts: list[str], average: str, lr: float) -> Learner:
+def trainer(parts: list[str], average: str, lr: float) -> Trainer:
     made = experiment(data__name="features:points.npz", model__channels=()).changed(
         {
             "method": {"name": "compose", "head": "linear", "parts": ["squared-error", *parts], "average": average},
@@ -31,16 +31,15 @@ def learner(parts: list[str], average: str, lr: float) -> Learner:
             "training.weight_decay": 0.0,
         }
     )
-    return learner_of(made, ("a", "b"), (1,), clients=3)
+    return make_trainer(made, ("a", "b"), (1,), clients=3)
 
 
-def client(learner: Learner, index: int, round: int) -> Client:
-    size, task = SIZES[index], learner.task
+def client(trainer: Trainer, index: int, round: int) -> Client:
+    size, task = SIZES[index], trainer.task
     data = Dataset(
         np.full((size, 1), X[index], np.float32), np.repeat(Y[index : index + 1], size, 0).astype(np.int8), task.classes
     )
-    known = torch.ones(2, dtype=torch.bool)
-    return Client(task, f"c{index:03d}", round, data, known, known, learner.model, learner.weights)
+    return client_with(trainer, data, round=round, name=f"c{index:03d}")
 
 
 def optimum(shares: np.ndarray) -> np.ndarray:
@@ -65,19 +64,19 @@ def resting(shares: np.ndarray, lr: float, *, normalised: bool) -> np.ndarray:
     return np.linalg.solve(left, right).T
 
 
-def settled(learner: Learner, rounds: int, weights: str = "size") -> np.ndarray:
+def settled(trainer: Trainer, rounds: int, weights: str = "size") -> np.ndarray:
     """The rows after so many rounds."""
-    learner.method.mean.options.weights = weights
-    state, memories = learner.method.start(), [dict[str, torch.Tensor]() for _ in SIZES]
+    trainer.method.average_part.options.weighting = weights
+    state, memories = trainer.method.initial_state(), [dict[str, torch.Tensor]() for _ in SIZES]
     for number in range(1, rounds + 1):
         replies = []
         for index, memory in enumerate(memories):
-            sent = learner.method.send(state, peer_of(index, 2), number)
-            replies.append((peer_of(index, 2), learner.train(client(learner, index, number), sent, memory)))
-        state, _ = merge(learner.method, state, replies, number)
-    return rows(learner, state)
+            sent = trainer.method.send(state, make_client_info(index, 2), number)
+            replies.append((make_client_info(index, 2), trainer.train(client(trainer, index, number), sent, memory)))
+        state, _ = aggregate(trainer.method, state, replies, number)
+    return rows(trainer, state)
 
 
-def rows(learner: Learner, state: Tensors) -> np.ndarray:
-    named = learner.weights.named(state)
+def rows(trainer: Trainer, state: Tensors) -> np.ndarray:
+    named = trainer.weights.named(state)
     return np.concatenate([named["head.weight"].numpy(), named["head.bias"].numpy()[:, None]], 1)

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from fedmll import resume, run
-from fedmll.client import Client
-from fedmll.engines.learner import Learner
-from fedmll.message import Message
-from fedmll.running.folder import Row
-from fedmll.running.observers import Observer
-from fedmll.testing import client_of, experiment, learner_of
+from fedmll.core.message import Message
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import Client
+from fedmll.runs.run_folder import MetricsRow
+from fedmll.testing import experiment, make_client, make_trainer
+from fedmll.training.callbacks import Callback
 
 LABELS = np.array([[1, -1, 0], [0, -1, 0], [0, -1, 1], [1, -1, 0], [0, -1, -1], [-1, -1, 1]])
 ANNOTATED = {"annotation__kind": "missing", "annotation__missing": 5, "training__rounds": 3, "training__lr": 0.01}
@@ -31,18 +31,19 @@ def learner_for(name: str, client: np.ndarray | None = None, round: int = 1, rou
         training__batch_size=8, **{f"method__{key}": value for key, value in options.items()},
         **{f"training__{key}": value for key, value in training.items()},
     )  # fmt: skip
-    learner = learner_of(made)
+    trainer = make_trainer(made)
+    head: Any = trainer.model.head
     with torch.no_grad():
         generator = torch.Generator().manual_seed(3)
-        for parameter in learner.weights.parameters:
+        for parameter in trainer.weights.parameters:
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-        learner.model.head.weight.mul_(40)  # so that samples differ
+        head.weight.mul_(40)  # so that samples differ
     if client is None:
-        return learner
-    found = client_of(learner, client, round=round)
+        return trainer
+    found = make_client(trainer, client, round=round)
     with torch.no_grad():
-        learner.model.head.bias.sub_(learner.model(next(found.scan()).images).mean(0))
-    return learner, found
+        head.bias.sub_(trainer.model(next(found.evaluation_batches()).images).mean(0))
+    return trainer, found
 
 
 def batch_of(client: Client) -> tuple[np.ndarray, np.ndarray]:
@@ -52,14 +53,14 @@ def batch_of(client: Client) -> tuple[np.ndarray, np.ndarray]:
         return batch.rows.numpy(), client.model(batch.view("none")).double().numpy()
 
 
-def logits_of(learner: Learner, client: Client, weights: torch.Tensor | None = None) -> np.ndarray:
+def logits_of(trainer: Trainer, client: Client, weights: torch.Tensor | None = None) -> np.ndarray:
     """Of all the client's samples in order, by the network with these weights; it has its own afterwards."""
-    before = learner.weights.vector.clone()
+    before = trainer.weights.vector.clone()
     with torch.no_grad():
         if weights is not None:
-            learner.weights.vector.copy_(weights)
-        found = client.model(next(client.scan()).images).double().numpy()
-        learner.weights.vector.copy_(before)
+            trainer.weights.vector.copy_(weights)
+        found = client.model(next(client.evaluation_batches()).images).double().numpy()
+        trainer.weights.vector.copy_(before)
     return found
 
 
@@ -67,11 +68,11 @@ def numbered(number: int) -> Message:
     return Message({"weights": torch.full((number + 2,), float(number))}, {"samples": 1.0})
 
 
-class Stopping(Observer):
+class Stopping(Callback):
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def round_done(self, row: Row) -> None:
+    def on_round_end(self, row: MetricsRow) -> None:
         if row["round"] == self.after:
             raise KeyboardInterrupt
 
@@ -85,14 +86,14 @@ def stopped_and_resumed(name: str, folder: Path, *remembered: str, **changes: An
     whole, stopped = folder / "whole", folder / "stopped"
     run(made.changed({"engine.workers": 2}), whole)
     with pytest.raises(KeyboardInterrupt):
-        run(made, stopped, observer=Stopping(2))
+        run(made, stopped, callback=Stopping(2))
     resume(stopped)
     ours, theirs = load_file(whole / "model.safetensors"), load_file(stopped / "model.safetensors")
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    mine, yours = (
-        {path.name[:6]: load_file(path) for path in sorted((out / "checkpoint" / "memory").glob("*.safetensors"))}
+    round_state, yours = (
+        {path.name[:6]: load_file(path) for path in sorted((out / "checkpoint" / "client_state").glob("*.safetensors"))}
         for out in (whole, stopped)
     )
-    assert mine.keys() == yours.keys()
+    assert round_state.keys() == yours.keys()
     for key in remembered:
-        assert mine and all(torch.equal(mine[client][key], yours[client][key]) for client in mine)
+        assert round_state and all(torch.equal(round_state[client][key], yours[client][key]) for client in round_state)

@@ -9,29 +9,30 @@ import pytest
 import torch
 from conftest import small
 
-from fedmll.client import Peer, Step
+from fedmll.core.errors import ReplyRejected
+from fedmll.core.message import Message
 from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
-from fedmll.errors import ReplyRefused
-from fedmll.message import Message
-from fedmll.methods import find
-from fedmll.methods.contract import Like, refuse_unlike
-from fedmll.methods.parts.basic import WeightedMean
-from fedmll.methods.parts.proximal import Proximal
-from fedmll.running.loop import run
-from fedmll.task import task_of
-from fedmll.testing import client_of, learner_of, merge, step_of, work_of
+from fedmll.methods import build_method
+from fedmll.methods.base import TensorSpec
+from fedmll.methods.client_round import ClientInfo, TrainStep
+from fedmll.methods.parts.averaging import WeightedMean
+from fedmll.methods.parts.proximal_term import ProximalTerm
+from fedmll.methods.reply_spec import find_reply_problem
+from fedmll.methods.task import task_of
+from fedmll.testing import aggregate, first_step, make_client, make_trainer, start_round
+from fedmll.training.round_loop import run
 
-PEER = Peer(0, "c000", torch.ones(3, dtype=torch.bool))
+PEER = ClientInfo(0, "c000", torch.ones(3, dtype=torch.bool))
 
 
 def loss_of_logits(name: str, logits: np.ndarray, targets: list[list[int]]) -> float:
     """The method's loss of a batch whose logits are these."""
-    learner = learner_of(small(method__name=name))
-    work = work_of(learner, client_of(learner, np.array(targets)))
-    step = step_of(learner, work)
+    trainer = make_trainer(small(method__name=name))
+    client_round = start_round(trainer, make_client(trainer, np.array(targets)))
+    step = first_step(trainer, client_round)
     step.logits = torch.tensor(logits, dtype=torch.float32)[step.rows]
-    return learner.loss(step).item()
+    return trainer.loss(step).item()
 
 
 LOGITS = np.array([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]])
@@ -52,11 +53,11 @@ def test_fedavg_pl_leaves_unknown_out() -> None:
 
 
 def test_fedprox_gradient_is_that_of_the_penalty() -> None:
-    learner = learner_of(small(method__name="fedprox", method__mu=0.3))
-    part = learner.method.part(Proximal)
-    work = work_of(learner, client_of(learner, np.array(TARGETS)))
-    start = work.fixed[part.name]
-    parameters, generator = work.client.weights.parameters, torch.Generator().manual_seed(0)
+    trainer = make_trainer(small(method__name="fedprox", method__mu=0.3))
+    part = trainer.method.part(ProximalTerm)
+    client_round = start_round(trainer, make_client(trainer, np.array(TARGETS)))
+    start = client_round.round_states[part.name]
+    parameters, generator = client_round.weights.parameters, torch.Generator().manual_seed(0)
     origin = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
         for parameter in parameters:
@@ -65,11 +66,11 @@ def test_fedprox_gradient_is_that_of_the_penalty() -> None:
     expected = torch.autograd.grad(0.3 / 2 * penalty, parameters)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    part.adjust(work, start)
+    part.on_gradients(client_round, start)
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, 1 + gradient)
     with pytest.raises(RuntimeError, match="size of tensor"):  # a penalty on some of the parameters would not be seen
-        part.adjust(work, start[:-1])
+        part.on_gradients(client_round, start[:-1])
 
 
 def test_fedprox_without_its_penalty_is_fedavg_and_with_it_stays_nearer() -> None:
@@ -78,7 +79,7 @@ def test_fedprox_without_its_penalty_is_fedavg_and_with_it_stays_nearer() -> Non
     strong = run(small(method__name="fedprox", method__mu=100.0, training__optimizer="sgd", training__lr=0.01)).weights
     free = run(small(method__name="fedprox", method__mu=0.0, training__optimizer="sgd", training__lr=0.01)).weights
     assert all(torch.equal(plain[name], off[name]) for name in plain)
-    start = dict(find("fedavg")(task_of(build(small()))).model().named_parameters())
+    start = dict(build_method(task_of(build(small()))).build_model().named_parameters())
     moved = [sum((w[n] - start[n]).norm().item() for n in start) for w in (strong, free)]
     assert moved[0] < 0.7 * moved[1]
 
@@ -89,8 +90,8 @@ def test_average_by_size_and_equal(tmp_path: Path) -> None:
         (PEER, Message({"weights": torch.tensor([5.0, 20.0]), "counters": torch.tensor([9])}, {"samples": 3.0})),
     ]
     for weights, expected in (("size", [4.0, 17.5]), ("equal", [3.0, 15.0])):
-        method = find("fedavg")(task_of(build(small(method__weights=weights))))
-        state, _ = merge(method, {"weights": torch.zeros(2)}, iter(replies), 1)
+        method = build_method(task_of(build(small(method__weighting=weights))))
+        state, _ = aggregate(method, {"weights": torch.zeros(2)}, iter(replies), 1)
         assert state["weights"].tolist() == expected
         assert state["counters"].tolist() == [3]  # integers are the first reply's
 
@@ -102,21 +103,21 @@ def test_fedavg_round_by_hand(tmp_path: Path) -> None:
     result = run(experiment).weights
     engine = LocalEngine(data, tmp_path)
     try:
-        learner = engine.learner
-        start, weighted = engine.start(), dict.fromkeys(result, 0.0)
-        for peer in engine.peers:
-            client = learner.client(data, peer, 1)
-            learner.weights.load(start)
-            learner.model.train()
+        trainer = engine.trainer
+        start, weighted = engine.initial_state(), dict.fromkeys(result, 0.0)
+        for peer in engine.clients:
+            client = trainer.client_in_round(data, peer, 1)
+            trainer.weights.load(start)
+            trainer.model.train()
             for batch in client.batches():
                 loss = torch.nn.functional.binary_cross_entropy_with_logits(
-                    learner.model((batch.raw.float() / 255 - 0.5) / 0.5), (batch.targets == 1).float()
+                    trainer.model((batch.raw.float() / 255 - 0.5) / 0.5), (batch.targets == 1).float()
                 )
                 for parameter, gradient in zip(
-                    learner.weights.parameters, torch.autograd.grad(loss, learner.weights.parameters), strict=True
+                    trainer.weights.parameters, torch.autograd.grad(loss, trainer.weights.parameters), strict=True
                 ):
                     parameter.data -= 0.1 * gradient
-            for name, value in learner.weights.named(learner.weights.dump()).items():
+            for name, value in trainer.weights.named(trainer.weights.dump()).items():
                 weighted[name] = weighted[name] + value.double() * len(client.data)
         total = data.sizes.sum()
         for name, value in result.items():
@@ -127,7 +128,7 @@ def test_fedavg_round_by_hand(tmp_path: Path) -> None:
 
 
 def test_weighted_mean_of_nothing_is_refused() -> None:
-    with pytest.raises(ReplyRefused, match="No client replied"):
+    with pytest.raises(ReplyRejected, match="No client replied"):
         WeightedMean().result()
 
 
@@ -150,8 +151,8 @@ def test_weighted_mean_of_nothing_is_refused() -> None:
 def test_replies_unlike_what_was_sent_are_refused(reply: Message, reason: str | None) -> None:
     import re
 
-    found = refuse_unlike({"weights": Like.sent(torch.zeros(3))}, reply)
-    assert (found is None) if reason is None else re.search(reason, found or "")
+    found = find_reply_problem({"weights": TensorSpec.trained_weights(torch.zeros(3))}, reply)
+    assert (found is None) if reason is None else re.search(reason, str(found))
 
 
 def test_centralized_trains_on_the_fully_annotated_pool_and_keeps_the_best_round(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_centralized_trains_on_the_fully_annotated_pool_and_keeps_the_best_round
     data = build(experiment)
     engine = LocalEngine(data, tmp_path)
     engine.close()
-    client = engine.learner.client(data, engine.peers[0], 1)
+    client = engine.trainer.client_in_round(data, engine.clients[0], 1)
     assert len(client.data) == data.sizes.sum()
     assert (client.data.labels >= 0).all()
     assert (data.train.labels < 0).any()
@@ -186,16 +187,16 @@ def test_a_reply_says_how_many_steps_there_were_and_their_mean_loss(tmp_path: Pa
     experiment = small(training__lr=1e-12, training__weight_decay=0.0, model__norm="group", training__local_epochs=2)
     data = build(experiment)
     engine = LocalEngine(data, tmp_path)
-    state = engine.start()
-    replies = list(engine.round(state, 1))
+    state = engine.initial_state()
+    replies = list(engine.collect_replies(state, 1))
     engine.close()
-    learner = engine.learner
-    learner.weights.load(state)
+    trainer = engine.trainer
+    trainer.weights.load(state)
     for peer, reply in replies:
-        work = work_of(learner, learner.client(data, peer, 1))
+        client_round = start_round(trainer, trainer.client_in_round(data, peer, 1))
         with torch.no_grad():
-            losses = [learner.loss(Step(work, batch)).item() for batch in work.client.batches()]
+            losses = [trainer.loss(TrainStep(client_round, batch)).item() for batch in client_round.client.batches()]
         assert reply.numbers["steps"] == len(losses)
         assert reply.numbers["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-        assert reply.numbers["samples"] == len(work.client.data)
+        assert reply.numbers["samples"] == len(client_round.client.data)
     assert max(reply.numbers["steps"] for _, reply in replies) > 3

@@ -13,21 +13,21 @@ from scipy.special import expit
 from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, stopped_and_resumed
 
 from fedmll import run
-from fedmll.errors import ConfigError
-from fedmll.message import Message
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
 from fedmll.methods.cbafed import LabelsUsed
-from fedmll.testing import experiment, loss_of, merge, peer_of, reply_of, step_of, work_of
+from fedmll.testing import aggregate, compute_loss, experiment, first_step, make_client_info, make_reply, start_round
 
 
 def thresholds(values: list[float]) -> Message:
     return Message({"labels-used/thresholds": torch.tensor(values)})
 
 
-def replies(learner: Any, used: list[list[float]], sizes: list[float]) -> list[Any]:
+def replies(trainer: Any, used: list[list[float]], sizes: list[float]) -> list[Any]:
     """Client k's model is k + 1 everywhere."""
-    model = learner.weights.dump()
+    model = trainer.weights.dump()
     return [
-        (peer_of(k, 3), Message(model | {"weights": torch.full_like(model["weights"], k + 1.0),
+        (make_client_info(k, 3), Message(model | {"weights": torch.full_like(model["weights"], k + 1.0),
                                          "labels-used/used": torch.tensor(share)}, {"samples": size}))
         for k, (share, size) in enumerate(zip(used, sizes, strict=True))
     ]  # fmt: skip
@@ -48,16 +48,16 @@ def test_thresholds_by_hand(used: list[float], expected: list[float]) -> None:
 
 
 def test_thresholds_before_anybody_spoke_are_those_of_equal_classes() -> None:
-    learner = learner_for("cbafed", base=0.3)
-    assert learner.method.start()["labels-used/thresholds"].tolist() == pytest.approx([1 / 3 + 0.3] * 3)
-    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
+    trainer = learner_for("cbafed", base=0.3)
+    assert trainer.method.initial_state()["labels-used/thresholds"].tolist() == pytest.approx([1 / 3 + 0.3] * 3)
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
     assert "labels-used/thresholds" in sent.tensors
 
 
 def test_the_server_counts_labels_and_averages_by_them() -> None:
-    learner = learner_for("cbafed")
-    told = replies(learner, [[1.0, 0.5, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]], [40.0, 120.0, 10.0])
-    state, records = merge(learner.method, learner.method.start(), told, 1)
+    trainer = learner_for("cbafed")
+    told = replies(trainer, [[1.0, 0.5, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]], [40.0, 120.0, 10.0])
+    state, records = aggregate(trainer.method, trainer.method.initial_state(), told, 1)
     assert records["labels_used"].tolist() == [40, 20, 60]
     std = np.std([1 / 3, 1 / 6, 1 / 2])
     expected = np.clip(np.array([1 / 3, 1 / 6, 1 / 2]) + 0.45 - std, 0.55, 0.95)
@@ -65,16 +65,18 @@ def test_the_server_counts_labels_and_averages_by_them() -> None:
     np.testing.assert_allclose(records["thresholds"], expected, rtol=1e-6)
     assert state["weights"][0].item() == pytest.approx((60 * 1 + 60 * 2 + 1 * 3) / 121)  # no labels: as if one
     plain = learner_for("cbafed", by_labels=False)
-    assert merge(plain.method, plain.method.start(), told, 1)[0]["weights"][0].item() == pytest.approx(310 / 170)
+    assert aggregate(plain.method, plain.method.initial_state(), told, 1)[0]["weights"][0].item() == pytest.approx(
+        310 / 170
+    )
 
 
 def test_a_share_beyond_all_entries_is_refused() -> None:
-    learner = learner_for("cbafed")
-    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
-    (_, good), (_, bad), (_, less) = replies(learner, [[1.0, 0.0, 0.5], [1.1, 0.0, 0.5], [-0.1, 0.0, 0.5]], [9.0] * 3)
-    assert learner.method.refuse(sent, good, 1) is None
-    assert "labels-used/used" in str(learner.method.refuse(sent, bad, 1))
-    assert "labels-used/used" in str(learner.method.refuse(sent, less, 1))
+    trainer = learner_for("cbafed")
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
+    (_, good), (_, bad), (_, less) = replies(trainer, [[1.0, 0.0, 0.5], [1.1, 0.0, 0.5], [-0.1, 0.0, 0.5]], [9.0] * 3)
+    assert trainer.method.find_problem(sent, good, 1) is None
+    assert "labels-used/used" in str(trainer.method.find_problem(sent, bad, 1))
+    assert "labels-used/used" in str(trainer.method.find_problem(sent, less, 1))
 
 
 TAU = [0.52, 0.55, 0.53]
@@ -83,8 +85,8 @@ TAU = [0.52, 0.55, 0.53]
 @pytest.mark.parametrize("round", [1, 2])
 def test_the_loss_and_the_labels_used(round: int) -> None:
     """t1 = 1: the second round has pseudo labels."""
-    learner, client = learner_for("cbafed", client=LABELS, round=round, first_stage=1)
-    work = work_of(learner, client, thresholds(TAU))
+    trainer, client = learner_for("cbafed", client=LABELS, round=round, first_stage=1)
+    client_round = start_round(trainer, client, thresholds(TAU))
     rows, z = batch_of(client)
     labels, p, tau = LABELS[rows], expit(z), np.array(TAU)
     known = labels >= 0
@@ -94,30 +96,32 @@ def test_the_loss_and_the_labels_used(round: int) -> None:
         own = -np.where(p > 0.5, np.log(p), np.log(1 - p))
         expected += np.mean([own[:, c][made[:, c]].mean() for c in range(3) if made[:, c].any()])
         assert 0 < made.sum() < (~known).sum()
-    assert loss_of(learner, work).item() == pytest.approx(expected, rel=1e-5)
+    assert compute_loss(trainer, client_round).item() == pytest.approx(expected, rel=1e-5)
     used = known.sum(0) + (made.sum(0) if round == 2 else 0)
-    assert reply_of(learner, work)["labels-used/used"].tolist() == pytest.approx((used / len(rows)).tolist())
-    assert work.claimed == (round == 2)
+    assert make_reply(trainer, client_round)["labels-used/used"].tolist() == pytest.approx((used / len(rows)).tolist())
+    assert client_round.unknown_targets_taught == (round == 2)
 
 
 def test_labels_used_are_those_of_one_epoch() -> None:
-    learner, client = learner_for(
+    trainer, client = learner_for(
         "cbafed", client=LABELS, round=2, first_stage=1, training={"local_epochs": 3, "lr": 1e-9}
     )
-    sent = Message(learner.weights.dump() | thresholds(TAU).tensors)
-    reply = learner.train(client, sent, {})
-    work = work_of(learner, client, thresholds(TAU))
-    loss_of(learner, work)
-    work.fixed["labels-used"].made *= 3
-    assert reply["labels-used/used"].tolist() == pytest.approx(reply_of(learner, work)["labels-used/used"].tolist())
+    sent = Message(trainer.weights.dump() | thresholds(TAU).tensors)
+    reply = trainer.train(client, sent, {})
+    client_round = start_round(trainer, client, thresholds(TAU))
+    compute_loss(trainer, client_round)
+    client_round.round_states["labels-used"].made *= 3
+    assert reply["labels-used/used"].tolist() == pytest.approx(
+        make_reply(trainer, client_round)["labels-used/used"].tolist()
+    )
 
 
 def test_pseudo_positives_count_more_where_the_loss_is_weighted() -> None:
-    learner, client = learner_for("cbafed", client=LABELS, round=2, first_stage=1, training={"loss": "weighted"})
-    work = work_of(learner, client, thresholds([0.5, 0.5, 0.5]))
-    step = step_of(learner, work)
-    part = next(part for part in learner.method.list if part.name == "adaptive-labels")
-    found = part.term(step, work.fixed[part.name]).item()
+    trainer, client = learner_for("cbafed", client=LABELS, round=2, first_stage=1, training={"loss": "weighted"})
+    client_round = start_round(trainer, client, thresholds([0.5, 0.5, 0.5]))
+    step = first_step(trainer, client_round)
+    part = next(part for part in trainer.method.active_parts if part.name == "adaptive-labels")
+    found = part.loss(step, client_round.round_states[part.name]).item()
     p = expit(step.logits.detach().double().numpy())
     missing = step.targets.numpy() < 0
     means = []
@@ -130,16 +134,16 @@ def test_pseudo_positives_count_more_where_the_loss_is_weighted() -> None:
 
 def test_residual_mixing_by_hand() -> None:
     """Every second round; the second stage begins with round 6. The clients' model is the round's number."""
-    learner = learner_for("cbafed", rounds=12, first_stage=5, every=2, early=0.2, late=0.5)
-    state, found = learner.method.start(), []
+    trainer = learner_for("cbafed", rounds=12, first_stage=5, every=2, early=0.2, late=0.5)
+    state, found = trainer.method.initial_state(), []
     for round in range(1, 11):
-        model = learner.weights.dump() | {"weights": torch.full_like(learner.weights.vector, float(round))}
+        model = trainer.weights.dump() | {"weights": torch.full_like(trainer.weights.vector, float(round))}
         reply = Message(model | {"labels-used/used": torch.ones(3)}, {"samples": 5.0})
-        state, _ = merge(learner.method, state, [(peer_of(0, 3), reply)], round)
+        state, _ = aggregate(trainer.method, state, [(make_client_info(0, 3), reply)], round)
         found.append(state["weights"][0].item())
     eighth = 0.5 * 8 + 0.5 * 6
     assert found == pytest.approx([1, 2, 3, 0.2 * 4 + 0.8 * 2, 5, 6, 7, eighth, 9, 0.5 * 10 + 0.5 * eighth])
-    assert "residual/before" not in learner.method.send(state, peer_of(0, 3), 11).tensors
+    assert "residual/before" not in trainer.method.send(state, make_client_info(0, 3), 11).tensors
 
 
 def test_what_cannot_work_is_refused() -> None:

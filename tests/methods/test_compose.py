@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from fedmll import Method, Part, resume, run
-from fedmll.errors import ConfigError
-from fedmll.experiment import Experiment
-from fedmll.methods.compose import Compose
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ConfigError
+from fedmll.methods import config_of
+from fedmll.methods.base import TargetLoss
 from fedmll.methods.fedharmony import FedHarmony
 from fedmll.methods.fedlgt import ClientAwareMask
 from fedmll.methods.fedmlp import FedMLP
@@ -56,12 +57,12 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 @pytest.mark.parametrize(
     ("lists", "method"),
     [
-        ({"parts": ["absent"]}, ("fedavg", {})),
-        ({"parts": ["absent"], "mean": {"weights": "equal"}}, ("fedavg", {"weights": "equal"})),
-        ({"parts": ["known"]}, ("fedavg-pl", {})),
-        ({"parts": ["absent", "proximal"], "proximal": {"mu": 0.5}}, ("fedprox", {"mu": 0.5})),
+        ({"parts": ["unknown-as-negative"]}, ("fedavg", {})),
+        ({"parts": ["unknown-as-negative"], "mean": {"weighting": "equal"}}, ("fedavg", {"weighting": "equal"})),
+        ({"parts": ["masked"]}, ("fedavg-pl", {})),
+        ({"parts": ["unknown-as-negative", "proximal"], "proximal": {"mu": 0.5}}, ("fedprox", {"mu": 0.5})),
         (
-            {"head": "etf-ladm", "parts": ["known", "rejection", "contrast"], "mean": {"weights": "equal"}},
+            {"head": "etf-ladm", "parts": ["masked", "rejection", "contrast"], "mean": {"weighting": "equal"}},
             ("fednca-ml", {}),
         ),
         ({"head": "ctran", "parts": ["label-mask"]}, ("fedctran", {})),
@@ -75,8 +76,8 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
              "prior-adjusted": {"first_stage": 1}, "consistency": {"first_stage": 1}},
             ("fedmlp", {"first_stage": 1, "positive_share": 1.0}),
         ),
-        ({"parts": ["alignment", "absent"], "average": "by-agreement"}, ("fedharmony", {})),
-        ({"head": "linear-by-name", "parts": ["known", "coverage"], "average": "by-label"},
+        ({"parts": ["alignment", "unknown-as-negative"], "average": "by-agreement"}, ("fedharmony", {})),
+        ({"head": "linear-by-name", "parts": ["masked", "coverage"], "average": "by-label"},
          ("private-fedavg", {"loss": "sigmoid"})),
     ],
 )  # fmt: skip
@@ -85,10 +86,10 @@ def test_a_method_is_its_list(lists: dict[str, Any], method: tuple[str, dict[str
 
 
 def test_with_all_terms_but_one_off_a_fusion_is_the_single_method() -> None:
-    only_alignment = composed(parts=["alignment", "absent"])
+    only_alignment = composed(parts=["alignment", "unknown-as-negative"])
     assert same(weights_of(only_alignment), weights_of(named("fedharmony", aggregation=False)))
-    off = composed(**FUSION | {"parts": ["known", "rejection", "contrast", "alignment"], "alignment": {"strength": 0.0},
-                               "mean": {"weights": "equal"}})  # fmt: skip
+    off = composed(**FUSION | {"parts": ["masked", "rejection", "contrast", "alignment"],
+                               "alignment": {"strength": 0.0}, "mean": {"weighting": "equal"}})  # fmt: skip
     assert same(weights_of(off), weights_of(named("fednca-ml", lambda_neg=1.0)))
     wpc = composed(parts=["prior-adjusted"])
     assert same(weights_of(wpc), weights_of(named("fedmlp", tags=False, consistency=False)))
@@ -97,7 +98,7 @@ def test_with_all_terms_but_one_off_a_fusion_is_the_single_method() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"parts": ["known", "rejection", "contrast", "alignment"]},
+        {"parts": ["masked", "rejection", "contrast", "alignment"]},
         {"parts": ["prior-adjusted", "contrast", "alignment"], "rejection": None},
         {"parts": ["prior-adjusted", "rejection", "alignment"]},
         {"parts": ["prior-adjusted", "rejection", "contrast"]},
@@ -123,20 +124,20 @@ def fusion() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ({"parts": ["absent", "known"]}, ["'absent' and 'known'", "how targets are taught"]),
-        ({"parts": ["contrast", "absent"]}, ["'contrast'", "prototypes", "'linear'", "etf-ladm"]),
+        ({"parts": ["unknown-as-negative", "masked"]}, ["'unknown-as-negative' and 'masked'", "loss of the targets"]),
+        ({"parts": ["contrast", "unknown-as-negative"]}, ["'contrast'", "prototypes", "'linear'", "etf-ladm"]),
         ({"parts": ["label-mask"]}, ["'label-mask'", "states", "ctran", "text-query"]),
-        ({"parts": ["proximal"]}, ["how targets are taught", "absent", "known", "prior-adjusted"]),
-        ({"parts": ["absent", "proximal", "proximal"]}, ["'proximal'", "twice"]),
-        ({"parts": ["absent", "by-agreement"]}, ["'by-agreement' and 'mean'", "averaged"]),
-        ({"parts": ["absent"], "average": "proximal"}, ["method.average", "proximal"]),
-        ({"parts": ["absnt"]}, ["absnt", "absent"]),
+        ({"parts": ["proximal"]}, ["teaches the targets", "unknown-as-negative", "masked", "prior-adjusted"]),
+        ({"parts": ["unknown-as-negative", "proximal", "proximal"]}, ["'proximal'", "twice"]),
+        ({"parts": ["unknown-as-negative", "by-agreement"]}, ["'by-agreement' and 'mean'", "aggregates the weights"]),
+        ({"parts": ["unknown-as-negative"], "average": "proximal"}, ["method.average", "proximal"]),
+        ({"parts": ["absnt"]}, ["absnt"]),
         ({"head": "etf"}, ["etf-ladm"]),
-        ({"parts": ["absent"], "contrast": {"temperature": 1.0}}, ["contrast"]),
-        ({"parts": ["absent"], "mean": {"weight": "equal"}}, ["weight"]),
+        ({"parts": ["unknown-as-negative"], "contrast": {"temperature": 1.0}}, ["contrast"]),
+        ({"parts": ["unknown-as-negative"], "mean": {"weight": "equal"}}, ["weight"]),
         ({"parts": ["tags", "prior-adjusted"], "tags": {"first_stage": 3}}, ["method.tags.first_stage = 3"]),
-        ({"head": "etf-ladm", "parts": ["known"], "average": "by-label"}, ["'by-label'", "rows"]),
-        ({"head": "linear-by-name", "parts": ["known", "alignment"], "average": "by-label"},
+        ({"head": "etf-ladm", "parts": ["masked"], "average": "by-label"}, ["'by-label'", "rows"]),
+        ({"head": "linear-by-name", "parts": ["masked", "alignment"], "average": "by-label"},
          ["'by-label' and 'correlation'"]),
         ({"parts": ["tags", "prior-adjusted"], "tags": {"first_stage": 1}, "prior-adjusted": {"first_stage": 2}},
          ["method.tags.first_stage, method.prior-adjusted.first_stage", "[1, 2]"]),
@@ -193,11 +194,11 @@ def test_what_was_left_open_is_decided_and_written_down(tmp_path: Path) -> None:
 
 
 def test_a_change_of_a_part_s_option_leaves_the_experiment_alone() -> None:
-    base = composed(parts=["known", "proximal"], proximal={"mu": 0.5})
+    base = composed(parts=["masked", "proximal"], proximal={"mu": 0.5})
     assert base.changed({"method.proximal.mu": 9.0}).method.options["proximal"] == {"mu": 9.0}
     assert base.changed({"seed": 1}).method.options["proximal"] == {"mu": 0.5}
     bound = base.changed({"method.name": "centralized", "method.of": "compose"})
-    assert bound.method.options["parts"] == ("known", "proximal")
+    assert bound.method.options["parts"] == ("masked", "proximal")
     assert bound.method.options["proximal"] == {"mu": 0.5}
 
 
@@ -212,17 +213,15 @@ def test_a_part_stands_on_all_that_its_parts_stand_on() -> None:
 
     class Second(Part):
         name = "test-second"
-        requires = (First,)
+        depends_on = (First,)
 
     class Third(Part):
         name = "test-third"
-        requires = (Second,)
+        depends_on = (Second,)
 
-    made = composed(parts=["known", "test-third", "test-first"])
-    found = Compose.recipe(
-        Compose.Options(**{name: made.method.options[name] for name in ("head", "parts", "average")})
-    )
-    assert [part.name for part in found.parts] == ["known", "test-first", "test-second", "test-third", "mean"]
+    made = composed(parts=["masked", "test-third", "test-first"])
+    found = config_of(made).recipe
+    assert [part.name for part in found.parts] == ["masked", "test-first", "test-second", "test-third", "mean"]
 
 
 @pytest.mark.parametrize("name", ["optimizer", "head", "a/b", "a.b"])
@@ -231,12 +230,11 @@ def test_names_that_mean_something_else_are_refused(name: str) -> None:
         type("Named", (Part,), {"name": name})
 
 
-def test_a_part_that_teaches_targets_needs_no_base_class_but_part() -> None:
-    class Plain(Part):
+def test_a_part_that_teaches_targets_is_a_target_loss() -> None:
+    class Plain(TargetLoss):
         name = "test-plain"
-        jobs = frozenset({"targets"})
 
-        def term(self, step: Any, mine: None) -> torch.Tensor:
+        def loss(self, step: Any, round_state: None) -> torch.Tensor:
             return step.logits.square().mean()
 
     assert run(composed(parts=["test-plain"])).metrics["macro_auc"] >= 0
@@ -269,6 +267,6 @@ def test_a_fusion_gives_the_same_bits_with_workers_and_after_a_kill(
 
 def test_methods_say_what_they_are() -> None:
     assert [part.name for part in FedNcaMl.recipe(FedNcaMl.Options()).parts] == [
-        "known", "rejection", "contrast", "mean",
+        "masked", "rejection", "contrast", "mean",
     ]  # fmt: skip
     assert Method.name == ""

@@ -13,15 +13,23 @@ import torch
 from torch import Tensor
 
 from fedmll import resume, run
-from fedmll.client import Peer, Step, Work
-from fedmll.errors import ReplyRefused
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, Sum, option
+from fedmll.core.errors import ReplyRejected
+from fedmll.core.message import Message, Tensors
+from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Mean, WeightedMean
+from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
+from fedmll.methods.parts.disk_buffer import DiskBuffer
 from fedmll.methods.parts.semi_supervised import EmaTeacher, pseudo_targets, ramp_up
-from fedmll.methods.parts.spill import Spill
-from fedmll.testing import client_of, experiment, learner_of, loss_of, peer_of, step_of, work_of
+from fedmll.testing import (
+    compute_loss,
+    experiment,
+    first_step,
+    make_client,
+    make_client_info,
+    make_trainer,
+    start_round,
+)
 
 LABELS = np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0], [0, 1, -1], [0, 0, 1]])
 
@@ -32,44 +40,41 @@ class Brightness(Part):
     name = "test-brightness"
     exchanges = frozenset({"opening", "closing"})
     sends = ("mean",)
+    sums = ("sum",)
     asked: ClassVar[list[int]] = []
 
-    def start(self) -> Tensors:
+    def initial_state(self) -> Tensors:
         return {"mean": torch.zeros(2)}
 
-    def survey(self, work: Work) -> Tensors:
-        self.asked.append(work.round)
-        images = torch.cat([batch.raw for batch in work.client.scan()]).double()
+    def collect_statistics(self, client_round: ClientRound) -> Tensors:
+        self.asked.append(client_round.number)
+        images = torch.cat([batch.raw for batch in client_round.client.evaluation_batches()]).double()
         return {"sum": torch.stack([images.sum(), torch.tensor(float(images.numel()))]).double()}
 
-    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+    def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
         asked = round == 0 or round > self.task.rounds
-        return {"sum": Like((2,), torch.float64, low=0)} if asked else {}
+        return {"sum": TensorSpec((2,), torch.float64, low=0)} if asked else {}
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
-        if 0 < round <= self.task.rounds:
-            return None
-        place = 0 if round == 0 else 1
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
+        return None if 0 < round <= self.task.rounds else super().aggregator(state, round, earlier)
 
-        def then(total: Tensor) -> Tensors:
-            mean = state["mean"].clone()
-            mean[place] = total[0] / total[1]
-            return {"mean": mean}
+    def update_state(self, state: Tensors, sums: Tensors, round: int) -> tuple[Tensors, Records]:
+        mean, (total, count) = state["mean"].clone(), sums["sum"]
+        mean[0 if round == 0 else 1] = total / count
+        return {"mean": mean}, {}
 
-        return Sum("sum", then)
+    def transform_batch(self, step: TrainStep, round_state: Any) -> None:
+        step.images = step.images - self.received(step.client_round)["mean"][0] / 255
 
-    def shape(self, step: Step, mine: Any) -> None:
-        step.images = step.images - step.work.received(self.name)["mean"][0] / 255
-
-    def deploy(self, state: Tensors, message: Message) -> None:
+    def finalize_model(self, state: Tensors, message: Message) -> None:
         message.tensors[f"{self.name}/mean"] = state["mean"]
 
-    def inputs(self, images: Tensor, received: Tensors) -> Tensor:
+    def transform_images(self, images: Tensor, received: Tensors) -> Tensor:
         assert received["mean"][0] > 0
         return images - received["mean"][0] / 255
 
 
-class Opening(Method):
+class PlattStartAggregator(Method):
     name = "test-opening"
     parts = (*Method.parts, Brightness)
 
@@ -84,9 +89,11 @@ def test_an_opening_and_a_closing_exchange_ask_every_client(
     data = federation.build(made)
     Brightness.asked.clear()
     seen: list[Tensors] = []
-    deploy = Brightness.deploy
+    deploy = Brightness.finalize_model
     monkeypatch.setattr(
-        Brightness, "deploy", lambda self, state, message: (seen.append(dict(state)), deploy(self, state, message))[1]
+        Brightness,
+        "finalize_model",
+        lambda self, state, message: (seen.append(dict(state)), deploy(self, state, message))[1],
     )
     result = run(made, tmp_path / "run", prepared=data)
     mean = np.mean([data.train.samples(int(row)).mean() for row in np.concatenate(data.samples)])
@@ -109,18 +116,18 @@ class Follower(Part):
     class Options(PartOptions):
         decay: float = option(0.5, "of the teacher", ge=0, le=1)
 
-    def prepare(self, work: Work) -> EmaTeacher:
-        return EmaTeacher(work.client, work.memory(self.name).get("teacher"))
+    def on_round_start(self, client_round: ClientRound) -> EmaTeacher:
+        return EmaTeacher(client_round.client, self.client_state(client_round).get("teacher"))
 
-    def term(self, step: Step, teacher: EmaTeacher) -> Tensor:
-        strength = ramp_up(step.work.round, step.work.rounds)
+    def loss(self, step: TrainStep, teacher: EmaTeacher) -> Tensor:
+        strength = ramp_up(step.client_round.number, step.client_round.total_rounds)
         return strength * (step.probabilities - teacher.probabilities(step.images)).square().mean()
 
-    def stepped(self, work: Work, teacher: EmaTeacher) -> None:
+    def on_step_end(self, client_round: ClientRound, teacher: EmaTeacher) -> None:
         teacher.follow(self.options.decay)
 
-    def finish(self, work: Work, teacher: EmaTeacher) -> Tensors:
-        work.memory(self.name)["teacher"] = teacher.vector
+    def on_round_end(self, client_round: ClientRound, teacher: EmaTeacher) -> Tensors:
+        self.client_state(client_round)["teacher"] = teacher.vector
         return {}
 
 
@@ -133,46 +140,46 @@ def test_a_teacher_follows_every_step_and_is_remembered() -> None:
     made = experiment(
         method__name="test-following", training__optimizer="sgd", training__lr=0.5, training__batch_size=2
     )
-    learner = learner_of(made)
-    client = client_of(learner, LABELS)
-    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
+    trainer = make_trainer(made)
+    client = make_client(trainer, LABELS)
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
     vectors: list[Tensor] = []
-    stepped = Follower.stepped
+    stepped = Follower.on_step_end
 
-    def watched(self: Follower, work: Work, teacher: EmaTeacher) -> None:
-        vectors.append(work.client.weights.vector.clone())
-        stepped(self, work, teacher)
+    def watched(self: Follower, client_round: ClientRound, teacher: EmaTeacher) -> None:
+        vectors.append(client_round.weights.vector.clone())
+        stepped(self, client_round, teacher)
 
-    Follower.stepped = watched  # type: ignore[method-assign]
+    Follower.on_step_end = watched  # type: ignore[method-assign]
     try:
-        learner = learner_of(made)
-        client = client_of(learner, LABELS)
+        trainer = make_trainer(made)
+        client = make_client(trainer, LABELS)
         memory: Tensors = {}
-        learner.train(client, sent, memory)
+        trainer.train(client, sent, memory)
     finally:
-        Follower.stepped = stepped  # type: ignore[method-assign]
+        Follower.on_step_end = stepped  # type: ignore[method-assign]
     assert len(vectors) == 3
     expected = sent["weights"]
     for vector in vectors:
         expected = 0.5 * expected + 0.5 * vector
     torch.testing.assert_close(memory["test-follower/teacher"], expected)
-    learner.train(client, sent, memory)  # the next round starts from it
+    trainer.train(client, sent, memory)  # the next round starts from it
     assert not torch.allclose(memory["test-follower/teacher"], expected)
 
 
 def test_a_teacher_predicts_with_its_own_weights_in_evaluation_mode() -> None:
-    learner = learner_of(experiment())
-    client = client_of(learner, LABELS)
-    images = next(client.scan()).images
+    trainer = make_trainer(experiment())
+    client = make_client(trainer, LABELS)
+    images = next(client.evaluation_batches()).images
     before = client.weights.vector.clone()
     teacher = EmaTeacher(client)
-    learner.model.eval()
-    expected = torch.sigmoid(learner.model(images)).detach()
+    trainer.model.eval()
+    expected = torch.sigmoid(trainer.model(images)).detach()
     client.weights.vector.add_(0.3)
-    learner.model.train()
+    trainer.model.train()
     counters = client.weights.counters.clone()
     torch.testing.assert_close(teacher.probabilities(images), expected)
-    assert learner.model.training
+    assert trainer.model.training
     assert torch.equal(client.weights.counters, counters)  # and batch statistics are untouched
     assert torch.equal(client.weights.vector, before + 0.3)
 
@@ -189,46 +196,46 @@ def test_pseudo_targets_and_ramp_up() -> None:
 def test_a_spill_gives_every_reply_again_bit_for_bit() -> None:
     rng = np.random.default_rng(0)
     replies = [
-        (peer_of(k, 3), Message({"weights": torch.tensor(rng.normal(size=k + 1), dtype=torch.float32),
+        (make_client_info(k, 3), Message({"weights": torch.tensor(rng.normal(size=k + 1), dtype=torch.float32),
                                  "own": torch.tensor([k])}, {"samples": float(k)}))
         for k in range(12)
     ]  # fmt: skip
-    spill = Spill()
+    buffer = DiskBuffer()
     for peer, reply in replies:
-        spill.add(peer, reply)
+        buffer.add(peer, reply)
     for _ in range(2):
-        again = list(spill)
+        again = list(buffer)
         assert [peer.index for peer, _ in again] == list(range(12))
         for (_, one), (_, other) in zip(replies, again, strict=True):
             assert torch.equal(one["weights"], other["weights"])
             assert torch.equal(one["own"], other["own"])
             assert one.numbers == other.numbers
-    spill.add(*replies[0])  # it can go on
-    assert len(list(spill)) == len(spill) == 13
+    buffer.add(*replies[0])  # it can go on
+    assert len(list(buffer)) == len(buffer) == 13
 
 
-class Nearest(Mean):
+class Nearest(WeightedAverage):
     """An average of the half that is nearest to the mean: it needs the mean first."""
 
     name = "test-nearest"
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
         return NearestHalf()
 
 
-class NearestHalf(Merger):
+class NearestHalf(Aggregator):
     def __init__(self) -> None:
-        self.spill, self.mean = Spill(), WeightedMean()
+        self.buffer, self.mean = DiskBuffer(), WeightedMean()
 
-    def add(self, peer: Peer, reply: Message) -> None:
-        self.spill.add(peer, reply)
+    def add(self, peer: ClientInfo, reply: Message) -> None:
+        self.buffer.add(peer, reply)
         self.mean.add(reply.tensors, 1.0)
 
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
         middle = self.mean.result()["weights"]
-        distances = sorted(float((reply["weights"] - middle).norm()) for _, reply in self.spill)
+        distances = sorted(float((reply["weights"] - middle).norm()) for _, reply in self.buffer)
         limit, best = distances[(len(distances) - 1) // 2], WeightedMean()
-        for _, reply in self.spill:
+        for _, reply in self.buffer:
             if float((reply["weights"] - middle).norm()) <= limit:
                 best.add(reply.tensors, 1.0)
         return best.result(), {"limit": limit}
@@ -266,26 +273,26 @@ class Counted(Part):
     name = "test-counted"
     calls: ClassVar[list[str]] = []
 
-    def prepare(self, work: Work) -> int:
+    def on_round_start(self, client_round: ClientRound) -> int:
         self.calls.append("prepare")
         return 7
 
-    def shape(self, step: Step, mine: int) -> None:
-        assert mine == 7
+    def transform_batch(self, step: TrainStep, round_state: int) -> None:
+        assert round_state == 7
         self.calls.append("shape")
 
-    def term(self, step: Step, mine: int) -> Tensor:
-        assert mine == 7
+    def loss(self, step: TrainStep, round_state: int) -> Tensor:
+        assert round_state == 7
         self.calls.append("term")
         return 0 * step.logits.sum() + 0 * step.features.sum()
 
-    def adjust(self, work: Work, mine: int) -> None:
-        self.calls.append(f"adjust {work.steps}")
+    def on_gradients(self, client_round: ClientRound, round_state: int) -> None:
+        self.calls.append(f"adjust {client_round.steps}")
 
-    def stepped(self, work: Work, mine: int) -> None:
-        self.calls.append(f"stepped {work.steps}")
+    def on_step_end(self, client_round: ClientRound, round_state: int) -> None:
+        self.calls.append(f"stepped {client_round.steps}")
 
-    def finish(self, work: Work, mine: int) -> Tensors:
+    def on_round_end(self, client_round: ClientRound, round_state: int) -> Tensors:
         self.calls.append("finish")
         return {}
 
@@ -296,12 +303,12 @@ class Counting(Method):
 
 
 def test_the_order_of_a_client_s_round_and_one_forward_pass_a_step() -> None:
-    learner = learner_of(experiment(method__name="test-counting", training__batch_size=3))
+    trainer = make_trainer(experiment(method__name="test-counting", training__batch_size=3))
     passes: list[int] = []
-    learner.model.backbone.register_forward_hook(lambda *_: passes.append(1))
-    client = client_of(learner, LABELS)
+    trainer.model.backbone.register_forward_hook(lambda *_: passes.append(1))
+    client = make_client(trainer, LABELS)
     Counted.calls.clear()
-    learner.train(client, learner.method.send(learner.method.start(), peer_of(0, 3), 1), {})
+    trainer.train(client, trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1), {})
     assert Counted.calls == [
         "prepare", "shape", "term", "adjust 0", "stepped 1", "shape", "term", "adjust 1", "stepped 2", "finish",
     ]  # fmt: skip
@@ -309,36 +316,36 @@ def test_the_order_of_a_client_s_round_and_one_forward_pass_a_step() -> None:
 
 
 def test_two_views_are_taught_the_same_targets() -> None:
-    learner = learner_of(experiment())
-    work = work_of(learner, client_of(learner, LABELS))
-    step = step_of(learner, work)
+    trainer = make_trainer(experiment())
+    client_round = start_round(trainer, make_client(trainer, LABELS))
+    step = first_step(trainer, client_round)
     single = step.images
-    step.show([single, single.flip(3)])
+    step.set_views([single, single.flip(3)])
     assert len(step.images) == len(step.targets) == len(step.rows) == 2 * len(single)
     assert torch.equal(step.targets[: len(single)], step.targets[len(single) :])
-    assert torch.isfinite(loss_of(learner, work, step))
+    assert torch.isfinite(compute_loss(trainer, client_round, step))
 
 
 # ---- replies
 
 
 def test_a_part_s_reply_is_refused_by_its_own_words() -> None:
-    learner = learner_of(experiment(method__name="test-opening"))
-    state = learner.method.start()
-    sent = learner.method.send(state, peer_of(0, 3), 0)
+    trainer = make_trainer(experiment(method__name="test-opening"))
+    state = trainer.method.initial_state()
+    sent = trainer.method.send(state, make_client_info(0, 3), 0)
     good = Message({"test-brightness/sum": torch.ones(2, dtype=torch.float64)}, {"samples": 1.0})
-    assert learner.method.refuse(sent, good, 0) is None
+    assert trainer.method.find_problem(sent, good, 0) is None
     assert "unknown key weights" in str(
-        learner.method.refuse(sent, Message(good.tensors | {"weights": sent["weights"]}, good.numbers), 0)
+        trainer.method.find_problem(sent, Message(good.tensors | {"weights": sent["weights"]}, good.numbers), 0)
     )
     bad = Message({"test-brightness/sum": -torch.ones(2, dtype=torch.float64)}, {"samples": 1.0})
-    assert "test-brightness/sum holds values outside" in str(learner.method.refuse(sent, bad, 0))
-    like = Like((2, 2), rule=lambda t: torch.equal(t, t.T), broken="is not symmetric", why="two classes")
-    assert like.refuse("r", torch.eye(2)) is None
-    assert like.refuse("r", torch.tensor([[0.0, 1.0], [2.0, 0.0]])) == "r is not symmetric"
-    assert str(like.refuse("r", torch.zeros(3))).endswith("(two classes)")
+    assert "test-brightness/sum holds values outside" in str(trainer.method.find_problem(sent, bad, 0))
+    spec = TensorSpec((2, 2), rule=lambda t: torch.equal(t, t.T), broken="is not symmetric", why="two classes")
+    assert spec.find_problem("r", torch.eye(2)) is None
+    assert str(spec.find_problem("r", torch.tensor([[0.0, 1.0], [2.0, 0.0]]))) == "r is not symmetric"
+    assert str(spec.find_problem("r", torch.zeros(3))).endswith("(two classes)")
 
 
 def test_an_average_of_nothing_is_an_error() -> None:
-    with pytest.raises(ReplyRefused, match="nothing to average"):
+    with pytest.raises(ReplyRejected, match="nothing to average"):
         WeightedMean().result()

@@ -10,11 +10,11 @@ import torch
 from builders import same_bits, sigmoid
 from conftest import small
 
-from fedmll.client import Work
-from fedmll.engines.learner import Learner
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import ClientRound
 from fedmll.methods.parts.semi_supervised import tempered
-from fedmll.running.loop import run
-from fedmll.testing import client_of, learner_of, step_of, work_of
+from fedmll.testing import first_step, make_client, make_trainer, start_round
+from fedmll.training.round_loop import run
 
 TARGETS = np.array([[1, -1, 0, 0], [-1, -1, 1, 0], [0, -1, 1, -1]])
 LOGITS = np.array([[1.0, -2.0, 0.5, 0.3], [0.0, 3.0, -1.0, 2.0], [-0.5, 1.5, 0.7, -1.2]])
@@ -25,21 +25,21 @@ MISSING = {"annotation__kind": "missing", "annotation__missing": 4}
 STRONG: dict[str, dict[str, Any]] = {"distillation": {"distillation": {"temperature": 1.0, "first_weight": 1.0}}}
 
 
-def at_work(round: int, targets: np.ndarray = TARGETS, **changes: Any) -> tuple[Learner, Work]:
-    learner = learner_of(small(**{"training__rounds": 5} | changes), CLASSES)
-    return learner, work_of(learner, client_of(learner, targets, round=round))
+def at_work(round: int, targets: np.ndarray = TARGETS, **changes: Any) -> tuple[Trainer, ClientRound]:
+    trainer = make_trainer(small(**{"training__rounds": 5} | changes), CLASSES)
+    return trainer, start_round(trainer, make_client(trainer, targets, round=round))
 
 
-def loss_at(learner: Learner, work: Work) -> tuple[float, np.ndarray, np.ndarray]:
+def loss_at(trainer: Trainer, client_round: ClientRound) -> tuple[float, np.ndarray, np.ndarray]:
     """The loss of a batch whose logits are LOGITS, its gradient, and what the teacher says."""
-    step = step_of(learner, work)
+    step = first_step(trainer, client_round)
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     step.logits = logits[step.rows]
-    loss = learner.loss(step)
+    loss = trainer.loss(step)
     (gradient,) = torch.autograd.grad(loss, logits)
-    model = learner.model.eval()
+    model = trainer.model.eval()
     with torch.no_grad():
-        teacher = torch.sigmoid(model(next(iter(work.client.scan())).images))
+        teacher = torch.sigmoid(model(next(iter(client_round.client.evaluation_batches())).images))
     return loss.item(), gradient.numpy(), teacher.double().numpy()
 
 
@@ -71,20 +71,20 @@ def test_condist_learns_what_it_does_not_annotate_from_the_global_model(round: i
 
 def test_condist_by_default_follows_the_global_model_more_and_more() -> None:
     for round, weight in ((1, 0.01), (3, 0.505), (5, 1.0)):
-        _, work = at_work(round, method__name="condist")
-        assert work.fixed["distillation"].weight == pytest.approx(weight)
-    _, work = at_work(1, method__name="condist", training__rounds=1)
-    assert work.fixed["distillation"].weight == 0.01
-    _, work = at_work(2, method__name="condist", training__rounds=2)
-    assert work.fixed["distillation"].weight == 1.0
+        _, client_round = at_work(round, method__name="condist")
+        assert client_round.round_states["distillation"].weight == pytest.approx(weight)
+    _, client_round = at_work(1, method__name="condist", training__rounds=1)
+    assert client_round.round_states["distillation"].weight == 0.01
+    _, client_round = at_work(2, method__name="condist", training__rounds=2)
+    assert client_round.round_states["distillation"].weight == 1.0
 
 
 @pytest.mark.parametrize("part", ["distillation", "vacant-distillation"])
 def test_what_the_global_model_teaches_is_not_taken_for_absent(part: str) -> None:
     """Beside FedAvg's loss, in which unknown counts as 0 otherwise."""
-    parts = [part, "absent"]
-    learner, work = at_work(1, method={"name": "compose", "parts": parts, **STRONG.get(part, {})})
-    _, gradient, teacher = loss_at(learner, work)
+    parts = [part, "unknown-as-negative"]
+    trainer, client_round = at_work(1, method={"name": "compose", "parts": parts, **STRONG.get(part, {})})
+    _, gradient, teacher = loss_at(trainer, client_round)
     pull = sigmoid(LOGITS[:, 1]) - teacher[:, 1]  # nothing is known of b
     counted = 5 if part == "distillation" else 6
     np.testing.assert_allclose(gradient[:, 1], pull / counted, atol=1e-6)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from all_methods import names, settings_of
 from builders import same_bits, twelve
-from every import names, settings_of
 
+from fedmll.config.experiment import Experiment
 from fedmll.data.federation import Federation, build
-from fedmll.experiment import Experiment
-from fedmll.running.loop import Row, resume, run
-from fedmll.running.observers import Observer
+from fedmll.runs.run_folder import MetricsRow
+from fedmll.training.callbacks import Callback
+from fedmll.training.round_loop import resume, run
 
 ROUNDS = 3
 
@@ -37,10 +38,10 @@ def federation() -> Federation:
     return made
 
 
-class Stop(Observer):
+class Stop(Callback):
     """After the round before the last, so that what clients remember matters."""
 
-    def round_done(self, row: Row) -> None:
+    def on_round_end(self, row: MetricsRow) -> None:
         if row["round"] == ROUNDS - 1:
             raise KeyboardInterrupt
 
@@ -51,7 +52,7 @@ def test_same_bits_with_one_worker_and_two_and_after_a_stop(name: str, federatio
     stopped, experiment = tmp_path / "stopped", setting(name, 2)
     if experiment.training.rounds:
         with pytest.raises(KeyboardInterrupt):
-            run(experiment, stopped, observer=Stop(), prepared=federation)
+            run(experiment, stopped, callback=Stop(), prepared=federation)
         again = resume(stopped, prepared=federation)
     else:
         again = run(experiment, stopped, prepared=federation)

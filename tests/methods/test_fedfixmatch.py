@@ -13,13 +13,13 @@ from scipy.special import expit
 from semi_builders import ANNOTATED, LABELS, learner_for
 
 from fedmll import run
-from fedmll.errors import ConfigError
+from fedmll.core.errors import ConfigError
 from fedmll.methods.fedfixmatch import FixMatch
-from fedmll.testing import experiment, loss_of, peer_of, step_of, work_of
+from fedmll.testing import compute_loss, experiment, first_step, make_client_info, start_round
 
 
-def part_of(learner: Any) -> FixMatch:
-    return learner.method.part(FixMatch)  # type: ignore[no-any-return]
+def part_of(trainer: Any) -> FixMatch:
+    return trainer.method.part(FixMatch)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def test_selection_by_hand(select: str, expected: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("select", ["sample", "entry"])
 def test_the_loss(select: str) -> None:
-    learner, client = learner_for("fedfixmatch", client=LABELS, confidence=0.55, strength=0.5, select=select)
-    work = work_of(learner, client)
-    assert work.claimed
-    step = step_of(learner, work)
+    trainer, client = learner_for("fedfixmatch", client=LABELS, confidence=0.55, strength=0.5, select=select)
+    client_round = start_round(trainer, client)
+    assert client_round.unknown_targets_taught
+    step = first_step(trainer, client_round)
     rows, z = step.batch.rows.numpy(), step.logits.detach().double().numpy()
     labels, weak, strong = LABELS[rows], expit(z[: len(rows)]), expit(z[len(rows) :])
     known = labels >= 0
@@ -56,14 +56,14 @@ def test_the_loss(select: str) -> None:
             count += 1
     assert 0 < count < (~known).sum()
     bce = -np.where(labels == 1, np.log(weak), np.log(1 - weak))[known].mean()
-    assert loss_of(learner, work, step).item() == pytest.approx(bce + 0.5 * total / count, rel=1e-5)
+    assert compute_loss(trainer, client_round, step).item() == pytest.approx(bce + 0.5 * total / count, rel=1e-5)
 
 
 def test_labels_carry_no_gradient() -> None:
-    learner, client = learner_for("fedfixmatch", client=LABELS, confidence=0.5)
-    step = step_of(learner, work_of(learner, client))
+    trainer, client = learner_for("fedfixmatch", client=LABELS, confidence=0.5)
+    step = first_step(trainer, start_round(trainer, client))
     step.logits.retain_grad()
-    part_of(learner).term(step, None).backward()
+    part_of(trainer).loss(step, None).backward()
     count = len(step.batch)
     assert step.logits.grad is not None
     assert not step.logits.grad[:count].any()
@@ -71,15 +71,15 @@ def test_labels_carry_no_gradient() -> None:
 
 
 def test_nobody_sure_is_the_parents_loss() -> None:
-    learner, client = learner_for("fedfixmatch", client=LABELS, confidence=1 - 1e-6)
-    work = work_of(learner, client)
-    step = step_of(learner, work)
-    assert part_of(learner).term(step, None).item() == 0
+    trainer, client = learner_for("fedfixmatch", client=LABELS, confidence=1 - 1e-6)
+    client_round = start_round(trainer, client)
+    step = first_step(trainer, client_round)
+    assert part_of(trainer).loss(step, None).item() == 0
 
 
 def test_views() -> None:
-    learner, client = learner_for("fedfixmatch", client=LABELS)
-    step = step_of(learner, work_of(learner, client))
+    trainer, client = learner_for("fedfixmatch", client=LABELS)
+    step = first_step(trainer, start_round(trainer, client))
     batch = next(iter(client.batches()))
     assert torch.equal(step.images, torch.cat([batch.view("none"), batch.view("strong")]))
     assert step.targets[len(batch) :].eq(-1).all()  # what is known is taught in the weak view alone
@@ -87,12 +87,12 @@ def test_views() -> None:
 
 
 def test_feature_vectors_are_refused() -> None:
-    learner = learner_for("fedfixmatch")
-    learner.method.begin([peer_of(0, 3)])
-    part = learner.method.part(FixMatch)
+    trainer = learner_for("fedfixmatch")
+    trainer.method.validate_clients([make_client_info(0, 3)])
+    part = trainer.method.part(FixMatch)
     part.task = replace(part.task, sample_shape=(12,))
     with pytest.raises(ConfigError, match=r"'fixmatch' compares two views.*fedavg-pl"):
-        learner.method.begin([peer_of(0, 3)])
+        trainer.method.validate_clients([make_client_info(0, 3)])
 
 
 def test_kept_tokens() -> None:

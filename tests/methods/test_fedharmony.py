@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedmll import Observer, resume, run
-from fedmll.client import Peer
+from fedmll import Callback, resume, run
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message, Tensors
+from fedmll.core.seeding import derive
 from fedmll.data.federation import Federation
-from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
-from fedmll.errors import ConfigError
-from fedmll.experiment import Experiment
-from fedmll.message import Message, Tensors
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import ClientInfo
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import SoftmaxMean
-from fedmll.methods.parts.correlation import Alignment, spectral_blocks
-from fedmll.seeding import derive
-from fedmll.task import task_of
-from fedmll.testing import client_of, learner_of, merge, peer_of, step_of, work_of
+from fedmll.methods.parts.averaging import SoftmaxMean
+from fedmll.methods.parts.label_correlation import BlockAlignmentLoss, spectral_blocks
+from fedmll.methods.task import task_of
+from fedmll.testing import aggregate, first_step, make_client, make_client_info, make_trainer, start_round
 
 CLASSES = 10  # of ml-digits
 CORRELATION, CONSENSUS, BLOCKS_KEY = (f"correlation/{name}" for name in ("correlation", "consensus", "blocks"))
@@ -44,13 +44,13 @@ def harmony(overrides: dict[str, Any] | None = None, **options: Any) -> Experime
 def method_of(small_federation: Federation) -> Any:
     def method(overrides: dict[str, Any] | None = None, **options: Any) -> Method:
         experiment = harmony({"training.rounds": 10, "model.norm": "group"} | (overrides or {}), **options)
-        return Learner(task_of(replace(small_federation, experiment=experiment))).method
+        return Trainer(task_of(replace(small_federation, experiment=experiment))).method
 
     return method
 
 
-def peer(index: int) -> Peer:
-    return peer_of(index, CLASSES)
+def peer(index: int) -> ClientInfo:
+    return make_client_info(index, CLASSES)
 
 
 def matrices(count: int, seed: int = 0) -> list[NDArray[np.float32]]:
@@ -69,7 +69,7 @@ class Replies:
         self.matrices = matrices(len(clients), seed)
         self.blocks = blocks
 
-    def __iter__(self) -> Iterator[tuple[Peer, Message]]:
+    def __iter__(self) -> Iterator[tuple[ClientInfo, Message]]:
         for k, client in enumerate(self.clients):
             tensors = {"weights": torch.tensor(self.models[k]), CORRELATION: torch.tensor(self.matrices[k])}
             if self.blocks is not None:
@@ -105,7 +105,7 @@ def after(method: Method, *rounds: Replies) -> Tensors:
     """The state after these rounds."""
     state = START
     for number, replies in enumerate(rounds, 1):
-        state, _ = merge(method, state, replies, number)
+        state, _ = aggregate(method, state, replies, number)
     return state
 
 
@@ -115,7 +115,7 @@ def after(method: Method, *rounds: Replies) -> Tensors:
 def test_each_client_is_sent_the_consensus_of_the_others(method_of: Any) -> None:
     method = method_of()
     assert set(method.send(START, peer(1), 1).tensors) == {"weights"}
-    state, _ = merge(method, START, FIRST, 1)
+    state, _ = aggregate(method, START, FIRST, 1)
     for client, expected in zip([3, 1, 4, 2, 9], teachers(FIRST, [3, 1, 4, 2, 9]), strict=True):
         sent = method.send(state, peer(client), 2)
         assert np.allclose(sent[CONSENSUS], expected, atol=1e-6)
@@ -126,23 +126,23 @@ def test_each_client_is_sent_the_consensus_of_the_others(method_of: Any) -> None
 
 def test_no_consensus_before_its_round_or_from_a_single_reply(method_of: Any) -> None:
     late = method_of(start_round=4)
-    state, _ = merge(late, START, FIRST, 1)
+    state, _ = aggregate(late, START, FIRST, 1)
     assert [(CONSENSUS in late.send(state, peer(1), round).tensors) for round in (2, 3, 4)] == [False, False, True]
     method = method_of()
     state = after(method, FIRST, Replies([5], [10], seed=3, blocks=BLOCKS))
     assert set(method.send(state, peer(1), 3).tensors) == {"weights"}
-    assert set(merge(method, state, FIRST, 3)[0]) > set(state)  # and the consensus comes back
+    assert set(aggregate(method, state, FIRST, 3)[0]) > set(state)  # and the consensus comes back
 
 
 def test_common_blocks_are_clustered_once(method_of: Any) -> None:
     method = method_of(clustering="once", gamma=2.0, horizon=4)
-    state, _ = merge(method, START, FIRST, 1)
+    state, _ = aggregate(method, START, FIRST, 1)
     everyone = torch.tensor(np.mean(FIRST.matrices, axis=0))
     expected = spectral_blocks(everyone, 4, derive(0, "blocks"))  # ⌈√10⌉
     sent = [method.send(state, peer(client), 2)[BLOCKS_KEY] for client in (1, 9)]
     assert sent[0] is sent[1] and torch.equal(sent[0], expected)
     own = Replies([1, 2, 9], [40, 30, 5], seed=2)  # replies carry no blocks then
-    _, records = merge(method, state, own, 2)
+    _, records = aggregate(method, state, own, 2)
     assert np.allclose(records["discrepancy"], discrepancies(FIRST, own, expected.tolist()))
 
 
@@ -151,9 +151,9 @@ def test_common_blocks_are_clustered_once(method_of: Any) -> None:
 
 def test_weights_are_eq_9_and_10(method_of: Any) -> None:
     method = method_of(gamma=20.0, horizon=5)
-    state, _ = merge(method, START, FIRST, 1)
+    state, _ = aggregate(method, START, FIRST, 1)
     assert np.allclose(state["weights"], FIRST.sizes / 100 @ FIRST.models, atol=1e-6)  # no consensus yet: by size
-    merged, records = merge(method, state, SECOND, 2)
+    merged, records = aggregate(method, state, SECOND, 2)
     quality = np.exp(-20 * discrepancies(FIRST, SECOND, BLOCKS))
     expected = eq_10(SECOND.sizes, quality, a=1 - 2 / 5)
     assert expected.std() > 0.05 and expected.sum() == pytest.approx(1)
@@ -166,21 +166,21 @@ def test_weights_are_eq_9_and_10(method_of: Any) -> None:
 
 def test_from_pure_size_to_pure_quality(method_of: Any) -> None:
     method = method_of(gamma=20.0, horizon=3)
-    balances = [method.mean.balance(round) for round in (0, 1, 2, 3, 4, 100)]
+    balances = [method.average_part.balance(round) for round in (0, 1, 2, 3, 4, 100)]
     assert balances == pytest.approx([1, 2 / 3, 1 / 3, 0, 0, 0])
-    assert method_of(overrides={"training.rounds": 40}).mean.balance(5) == pytest.approx(1 - 5 / 20)
+    assert method_of(overrides={"training.rounds": 40}).average_part.balance(5) == pytest.approx(1 - 5 / 20)
     quality = np.exp(-20 * discrepancies(FIRST, SECOND, BLOCKS))
-    merged, _ = merge(method, after(method, FIRST), SECOND, 3)
+    merged, _ = aggregate(method, after(method, FIRST), SECOND, 3)
     assert np.allclose(merged["weights"], quality / quality.sum() @ SECOND.models, atol=1e-6)
 
 
 def test_size_scaled_quality_and_equal_sizes(method_of: Any) -> None:
     quality = np.exp(-20 * discrepancies(FIRST, SECOND, BLOCKS))
     for weights, sizes in (("size", SECOND.sizes), ("equal", np.ones(3))):
-        scaled = method_of(gamma=20.0, horizon=4, quality="size-scaled", weights=weights)
-        _, records = merge(scaled, after(scaled, FIRST), SECOND, 2)
+        scaled = method_of(gamma=20.0, horizon=4, quality="size-scaled", weighting=weights)
+        _, records = aggregate(scaled, after(scaled, FIRST), SECOND, 2)
         assert np.allclose(records["share"], eq_10(sizes, SECOND.sizes * quality, 0.5), atol=1e-9)
-    equal = method_of(gamma=20.0, horizon=4, weights="equal", consolidation="size-weighted")
+    equal = method_of(gamma=20.0, horizon=4, weighting="equal", consolidation="size-weighted")
     state = after(equal, FIRST)
     # equal weights in the average; the consolidation still goes by the samples
     assert np.allclose(state["weights"], FIRST.models.mean(0), atol=1e-6)
@@ -190,11 +190,11 @@ def test_size_scaled_quality_and_equal_sizes(method_of: Any) -> None:
 
 def test_gamma_auto_is_one_over_the_last_rounds_median(method_of: Any) -> None:
     method = method_of(horizon=10)
-    state, records = merge(method, after(method, FIRST), SECOND, 2)
+    state, records = aggregate(method, after(method, FIRST), SECOND, 2)
     assert records["balance"] == 1  # the first D: by size alone
     assert np.allclose(state["weights"], SECOND.sizes / SECOND.sizes.sum() @ SECOND.models, atol=1e-6)
     third = Replies([9, 3], [7, 9], seed=5, blocks=BLOCKS)
-    merged, records = merge(method, state, third, 3)
+    merged, records = aggregate(method, state, third, 3)
     gamma = 1 / np.median(discrepancies(FIRST, SECOND, BLOCKS))
     expected = eq_10(third.sizes, np.exp(-gamma * discrepancies(SECOND, third, BLOCKS)), a=0.7)
     assert records["gamma"] == pytest.approx(gamma, rel=1e-6)
@@ -221,7 +221,7 @@ def test_softmax_mean(scores: list[float]) -> None:
 
 def test_aggregation_off_averages_by_size(method_of: Any) -> None:
     method = method_of(aggregation=False, gamma=20.0, horizon=1)
-    merged, records = merge(method, after(method, FIRST), SECOND, 2)
+    merged, records = aggregate(method, after(method, FIRST), SECOND, 2)
     assert np.allclose(merged["weights"], SECOND.sizes / SECOND.sizes.sum() @ SECOND.models, atol=1e-6)
     # what the clients agree on is written down all the same
     assert np.allclose(records["discrepancy"], discrepancies(FIRST, SECOND, BLOCKS))
@@ -235,11 +235,11 @@ def test_what_is_refused(method_of: Any) -> None:
     method = method_of()
     sent = method.send(after(method, FIRST), peer(1), 2)
     _, good = next(iter(SECOND))
-    assert method.refuse(sent, good, 2) is None
+    assert method.find_problem(sent, good, 2) is None
 
     def refused(**tensors: Tensor) -> str:
         changes = {f"correlation/{name}": tensor for name, tensor in tensors.items()}
-        return str(method.refuse(sent, Message(good.tensors | changes, good.numbers), 2))
+        return str(method.find_problem(sent, Message(good.tensors | changes, good.numbers), 2))
 
     correlation, blocks = good[CORRELATION], good[BLOCKS_KEY]
     lopsided = correlation.clone()
@@ -251,26 +251,26 @@ def test_what_is_refused(method_of: Any) -> None:
     assert "blocks holds values outside [0, 9]" in refused(blocks=blocks + 7)
     assert "unknown key" in refused(consensus=correlation)
     lacking = Message({"weights": torch.zeros(3)}, good.numbers)
-    assert "lacks correlation/blocks, correlation/correlation" in str(method.refuse(sent, lacking, 2))
+    assert "lacks correlation/blocks, correlation/correlation" in str(method.find_problem(sent, lacking, 2))
     for numbers in ({"samples": 0.0}, {"samples": -3.0}, {}):
-        assert "samples" in str(method.refuse(sent, Message(good.tensors, numbers), 2))
-    assert method.refuse(sent, Message(good.tensors, {"samples": 1.0}), 2) is None
+        assert "samples" in str(method.find_problem(sent, Message(good.tensors, numbers), 2))
+    assert method.find_problem(sent, Message(good.tensors, {"samples": 1.0}), 2) is None
     last = blocks.clone()
     last[-1] = CLASSES - 1
-    assert method.refuse(sent, Message(good.tensors | {BLOCKS_KEY: last}, good.numbers), 2) is None
+    assert method.find_problem(sent, Message(good.tensors | {BLOCKS_KEY: last}, good.numbers), 2) is None
     assert "outside [0, 9]" in refused(blocks=last + 1)
     assert "outside [0, 9]" in refused(blocks=last - 1)
     first = Message({k: t for k, t in good.tensors.items() if k != BLOCKS_KEY}, good.numbers)
-    assert method.refuse(Message(START), first, 1) is None  # round 1: no consensus, no blocks
+    assert method.find_problem(Message(START), first, 1) is None  # round 1: no consensus, no blocks
     off = method_of(alignment=False, aggregation=False)
-    assert off.refuse(Message(START), Message(START, {"samples": 1.0}), 1) is None
+    assert off.find_problem(Message(START), Message(START, {"samples": 1.0}), 1) is None
 
 
 # The client
 
 
 def test_loss_is_bce_plus_lambda_psi() -> None:
-    learner = learner_of(harmony(strength=7.0), tuple(f"k{i}" for i in range(CLASSES)))
+    trainer = make_trainer(harmony(strength=7.0), tuple(f"k{i}" for i in range(CLASSES)))
     rng = np.random.default_rng(0)
     logits, targets = rng.normal(size=(8, CLASSES)), rng.integers(0, 2, (8, CLASSES))
     aim = matrices(1)[0].astype(float)
@@ -282,18 +282,18 @@ def test_loss_is_bce_plus_lambda_psi() -> None:
     bce = -(targets * np.log(p) + (1 - targets) * np.log(1 - p)).mean()
     told = {CONSENSUS: torch.tensor(aim, dtype=torch.float32), BLOCKS_KEY: torch.tensor(BLOCKS)}
     for received, expected in ((told, bce + 7 * psi), ({}, bce)):
-        step = step_of(learner, work_of(learner, client_of(learner, targets), Message(received)))
+        step = first_step(trainer, start_round(trainer, make_client(trainer, targets), Message(received)))
         step.logits = torch.tensor(logits, dtype=torch.float32)[step.rows]
-        assert learner.loss(step).item() == pytest.approx(expected, rel=1e-5)
+        assert trainer.loss(step).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_blocks_that_a_client_makes_itself_are_those_of_its_loss() -> None:
-    learner = learner_of(harmony(), tuple(f"k{i}" for i in range(CLASSES)))
+    trainer = make_trainer(harmony(), tuple(f"k{i}" for i in range(CLASSES)))
     aim = torch.tensor(matrices(1)[0])
-    work = work_of(learner, client_of(learner, np.ones((8, CLASSES))), Message({CONSENSUS: aim}))
+    client_round = start_round(trainer, make_client(trainer, np.ones((8, CLASSES))), Message({CONSENSUS: aim}))
     blocks = spectral_blocks(aim, 4, derive(0, "blocks"))
     scores = torch.rand(8, CLASSES, generator=torch.Generator().manual_seed(0))
-    assert work.fixed["alignment"](scores).item() == Alignment(aim, blocks)(scores).item()
+    assert client_round.round_states["alignment"](scores).item() == BlockAlignmentLoss(aim, blocks)(scores).item()
 
 
 def engine_of(federation: Federation, experiment: Experiment, folder: Path) -> LocalEngine:
@@ -303,36 +303,36 @@ def engine_of(federation: Federation, experiment: Experiment, folder: Path) -> L
 def test_a_reply_holds_the_trained_models_correlations(small_federation: Federation, tmp_path: Path) -> None:
     """In eval mode, over the client's own data, of the weights that were sent; and its own consensus's blocks."""
     engine = engine_of(small_federation, harmony(), tmp_path)
-    state, learner = engine.start(), engine.learner
+    state, trainer = engine.initial_state(), engine.trainer
     for number in (1, 2):
-        replies = [(p, Message(dict(m.tensors), dict(m.numbers))) for p, m in engine.round(state, number)]
-        before, (state, _) = state, merge(engine.method, state, iter(replies), number)
+        replies = [(p, Message(dict(m.tensors), dict(m.numbers))) for p, m in engine.collect_replies(state, number)]
+        before, (state, _) = state, aggregate(engine.method, state, iter(replies), number)
     client, reply = replies[0]
-    learner.weights.load(reply.tensors)
-    learner.model.eval()
+    trainer.weights.load(reply.tensors)
+    trainer.model.eval()
     data = small_federation.train.subset(small_federation.samples[client.index])
     with torch.no_grad():
-        images = learner.task.inputs(torch.tensor(data.samples(slice(None))))
-        scores = torch.sigmoid(learner.model(images)).double().numpy()
+        images = trainer.task.preprocess(torch.tensor(data.samples(slice(None))))
+        scores = torch.sigmoid(trainer.model(images)).double().numpy()
     spread = scores.mean(0) * (1 - scores.mean(0))
     expected = np.cov(scores.T, bias=True) / np.sqrt(np.outer(spread, spread) + 1e-6)
     assert np.allclose(reply[CORRELATION], expected, atol=1e-6)
     sent = engine.method.send(before, client, 2)
     assert torch.equal(reply[BLOCKS_KEY], spectral_blocks(sent[CONSENSUS], 4, derive(0, "blocks")))
-    assert engine.method.refuse(sent, reply, 2) is None
+    assert engine.method.find_problem(sent, reply, 2) is None
 
 
 def test_blocks_off_is_one_block_of_all_labels(small_federation: Federation, tmp_path: Path) -> None:
     engine = engine_of(small_federation, harmony(blocks=False), tmp_path)
-    client = engine.learner.client(small_federation, engine.peers[0], 2)
-    message = Message(engine.start() | {CONSENSUS: torch.tensor(matrices(1)[0])})
-    assert work_of(engine.learner, client, message).fixed["alignment"].pairs == CLASSES * (CLASSES - 1)
-    reply = engine.learner.train(client, message, {})
+    client = engine.trainer.client_in_round(small_federation, engine.clients[0], 2)
+    message = Message(engine.initial_state() | {CONSENSUS: torch.tensor(matrices(1)[0])})
+    assert start_round(engine.trainer, client, message).round_states["alignment"].pairs == CLASSES * (CLASSES - 1)
+    reply = engine.trainer.train(client, message, {})
     assert CORRELATION in reply.tensors and BLOCKS_KEY not in reply.tensors
-    nothing = Message(engine.start() | {CONSENSUS: torch.eye(CLASSES)})  # no label has a partner
+    nothing = Message(engine.initial_state() | {CONSENSUS: torch.eye(CLASSES)})  # no label has a partner
     engine = engine_of(small_federation, harmony(), tmp_path)
-    client = engine.learner.client(small_federation, engine.peers[0], 2)
-    assert work_of(engine.learner, client, nothing).fixed["alignment"] is None
+    client = engine.trainer.client_in_round(small_federation, engine.clients[0], 2)
+    assert start_round(engine.trainer, client, nothing).round_states["alignment"] is None
 
 
 def test_alignment_brings_the_correlations_nearer(small_federation: Federation, tmp_path: Path) -> None:
@@ -341,8 +341,8 @@ def test_alignment_brings_the_correlations_nearer(small_federation: Federation, 
     for strength in (0.0, 10.0, 100.0):
         experiment = harmony({"training.lr": 0.01, "training.local_epochs": 20}, strength=strength, blocks=False)
         engine = engine_of(small_federation, experiment, tmp_path)
-        client = engine.learner.client(small_federation, engine.peers[0], 2)
-        reply = engine.learner.train(client, Message(engine.start() | {CONSENSUS: aim}), {})
+        client = engine.trainer.client_in_round(small_federation, engine.clients[0], 2)
+        reply = engine.trainer.train(client, Message(engine.initial_state() | {CONSENSUS: aim}), {})
         found.append(((reply[CORRELATION] - aim)[~torch.eye(CLASSES, dtype=torch.bool)] ** 2).mean().item())
     assert found[1] < 0.97 * found[0] and found[2] < 0.8 * found[1], found
 
@@ -368,11 +368,11 @@ def test_alignment_alone_starts_as_fedavg_bit_for_bit(small_federation: Federati
         assert all(torch.equal(found.weights[name], value) for name, value in expected.weights.items()) == same
 
 
-class StopIn(Observer):
+class StopIn(Callback):
     def __init__(self, round: int, client: int) -> None:
         self.where = (round, client)
 
-    def client_done(self, round: int, done: int, total: int) -> None:
+    def on_client_end(self, round: int, done: int, total: int) -> None:
         if (round, done) == self.where:
             raise KeyboardInterrupt
 
@@ -385,7 +385,7 @@ def test_workers_and_a_stop_change_nothing(
     experiment = harmony(settings, **options)
     expected = run(experiment, tmp_path / "whole", prepared=small_federation)
     with pytest.raises(KeyboardInterrupt):
-        run(experiment, tmp_path / "run", observer=StopIn(3, 2), prepared=small_federation)
+        run(experiment, tmp_path / "run", callback=StopIn(3, 2), prepared=small_federation)
     found = resume(tmp_path / "run", engine={"workers": 2}, prepared=small_federation)
     assert all(torch.equal(found.weights[name], value) for name, value in expected.weights.items())
     for number in (3, 4):

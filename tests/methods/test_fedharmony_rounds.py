@@ -26,10 +26,10 @@ from builders import (
 )
 
 from fedmll import run
+from fedmll.core.seeding import derive
 from fedmll.data.federation import Federation, build
-from fedmll.methods.parts.correlation import spectral_blocks
-from fedmll.seeding import derive
-from fedmll.testing import peer_of
+from fedmll.methods.parts.label_correlation import spectral_blocks
+from fedmll.testing import make_client_info
 
 CLASSES = 10
 ROUNDS = 8
@@ -186,7 +186,7 @@ def test_the_loss_is_bce_and_the_distance_from_the_consensus(
     experiment = twelve(**SOME, **{f"method__{key}": value for key, value in options.items()})
     with rounds_of(federation, experiment, tmp_path) as rounds:
         first = rounds.next()
-        peer = rounds.engine.peers[11]
+        peer = rounds.engine.clients[11]
         with watched(rounds.model.backbone) as seen:
             exchange, found = rounds.train(peer, rounds.model.head)
         used = None
@@ -218,7 +218,7 @@ def test_consolidations(federation: Federation, played: list[Round], kind: str) 
     method = method_for(federation, twelve(**SOME, method__consolidation=kind))
     state, records = merged(method, first.before, first.exchanges, 1)
     for index in range(12):
-        sent = method.send(state, peer_of(index, CLASSES), 2)
+        sent = method.send(state, make_client_info(index, CLASSES), 2)
         np.testing.assert_allclose(sent["correlation/consensus"], consensus(first, index, kind), atol=1e-6)
     np.testing.assert_allclose(records["consensus"], consensus(first, -1, kind), atol=1e-6)
 
@@ -241,8 +241,8 @@ def test_two_replies_are_enough_for_a_consensus(federation: Federation, played: 
     method = method_for(federation, twelve(**SOME))
     state, _ = merged(method, played[0].before, played[0].exchanges[:2], 1)
     one, other = played[0].exchanges[:2]
-    for mine, theirs in ((one, other), (other, one)):
-        sent = method.send(state, mine.peer, 2)
+    for round_state, theirs in ((one, other), (other, one)):
+        sent = method.send(state, round_state.peer, 2)
         torch.testing.assert_close(sent["correlation/consensus"], theirs.reply["correlation/correlation"])
 
 

@@ -13,10 +13,10 @@ from scipy.special import expit, rel_entr
 from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, logits_of, stopped_and_resumed
 
 from fedmll import run
-from fedmll.errors import ConfigError
-from fedmll.message import Message
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
 from fedmll.methods.fedirm import RelationMatching, relations, symmetric_divergence
-from fedmll.testing import experiment, loss_of, merge, peer_of, reply_of, work_of
+from fedmll.testing import aggregate, compute_loss, experiment, make_client_info, make_reply, start_round
 
 TOLD = torch.tensor([[0.9, 0.2, 0.4], [0.3, 0.8, 0.5], [0.1, 0.6, 0.7]])
 
@@ -25,8 +25,8 @@ def sent(votes: tuple[bool, ...] = (True, True, True)) -> Message:
     return Message({"relation-matching/relations": TOLD, "relation-matching/votes": torch.tensor(votes)})
 
 
-def part_of(learner: Any) -> RelationMatching:
-    return learner.method.part(RelationMatching)  # type: ignore[no-any-return]
+def part_of(trainer: Any) -> RelationMatching:
+    return trainer.method.part(RelationMatching)  # type: ignore[no-any-return]
 
 
 def test_relations_by_hand() -> None:
@@ -48,15 +48,15 @@ def test_the_divergence_is_that_of_bernoulli_variables() -> None:
 
 @pytest.mark.parametrize("round", [1, 2, 3])
 def test_a_client_sends_its_relations_from_the_end_of_the_first_stage_on(round: int) -> None:
-    learner, client = learner_for("fedirm", client=LABELS, round=round, first_stage=2, temperature=3.0)
-    work = work_of(learner, client)
+    trainer, client = learner_for("fedirm", client=LABELS, round=round, first_stage=2, temperature=3.0)
+    client_round = start_round(trainer, client)
     rows, z = batch_of(client)
-    loss_of(learner, work)
-    reply = reply_of(learner, work)
+    compute_loss(trainer, client_round)
+    reply = make_reply(trainer, client_round)
     expected = {"weights"} | ({"relation-matching/relations", "relation-matching/votes"} if round >= 2 else set())
     assert reply.tensors.keys() - {"counters"} == expected
-    asked = learner.method.send(learner.method.start(), peer_of(0, 3), round)
-    assert learner.method.refuse(asked, reply, round) is None
+    asked = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), round)
+    assert trainer.method.find_problem(asked, reply, round) is None
     if round >= 2:
         labels = LABELS[rows]
         assert reply["relation-matching/votes"].tolist() == [True, False, True]
@@ -66,36 +66,36 @@ def test_a_client_sends_its_relations_from_the_end_of_the_first_stage_on(round: 
 
 
 def test_the_server_averages_rows_by_size_over_those_that_sent_them() -> None:
-    learner = learner_for("fedirm", first_stage=1)
-    model = learner.weights.dump()
+    trainer = learner_for("fedirm", first_stage=1)
+    model = trainer.weights.dump()
 
     def reply(value: float, votes: list[bool], size: float) -> Message:
         own = {"relations": torch.full((3, 3), value), "votes": torch.tensor(votes)}
         return Message(model | {f"relation-matching/{k}": t for k, t in own.items()}, {"samples": size})
 
     told = [
-        (peer_of(0, 3), reply(0.2, [True, True, False], 30.0)),
-        (peer_of(1, 3), reply(0.6, [False, True, False], 10.0)),
+        (make_client_info(0, 3), reply(0.2, [True, True, False], 30.0)),
+        (make_client_info(1, 3), reply(0.6, [False, True, False], 10.0)),
     ]
-    state, records = merge(learner.method, learner.method.start(), told, 1)
+    state, records = aggregate(trainer.method, trainer.method.initial_state(), told, 1)
     np.testing.assert_allclose(state["relation-matching/relations"][:, 0], [0.2, 0.3, 0.5], rtol=1e-6)
     assert state["relation-matching/votes"].tolist() == [True, True, False]
     assert torch.equal(records["relations"], state["relation-matching/relations"])
-    later, _ = merge(learner.method, state, [(peer_of(1, 3), reply(0.7, [False, False, True], 10.0))], 2)
+    later, _ = aggregate(trainer.method, state, [(make_client_info(1, 3), reply(0.7, [False, False, True], 10.0))], 2)
     np.testing.assert_allclose(later["relation-matching/relations"][:, 1], [0.2, 0.3, 0.7], rtol=1e-6)
     assert later["relation-matching/votes"].tolist() == [True, True, True]
-    assert "relation-matching/relations" in learner.method.send(later, peer_of(0, 3), 2).tensors
-    assert "relation-matching/relations" not in learner.method.send(later, peer_of(0, 3), 1).tensors
+    assert "relation-matching/relations" in trainer.method.send(later, make_client_info(0, 3), 2).tensors
+    assert "relation-matching/relations" not in trainer.method.send(later, make_client_info(0, 3), 1).tensors
 
 
 @pytest.mark.parametrize(("key", "tensor"), [("relations", 1.5 * torch.ones(3, 3)), ("votes", torch.ones(3))])
 def test_a_wrong_reply_is_refused(key: str, tensor: torch.Tensor) -> None:
-    learner, client = learner_for("fedirm", client=LABELS, round=1, first_stage=1)
-    reply = reply_of(learner, work_of(learner, client))
-    asked = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
-    assert learner.method.refuse(asked, reply, 1) is None
+    trainer, client = learner_for("fedirm", client=LABELS, round=1, first_stage=1)
+    reply = make_reply(trainer, start_round(trainer, client))
+    asked = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
+    assert trainer.method.find_problem(asked, reply, 1) is None
     reply.tensors[f"relation-matching/{key}"] = tensor
-    assert key in str(learner.method.refuse(asked, reply, 1))
+    assert key in str(trainer.method.find_problem(asked, reply, 1))
 
 
 def test_which_samples_the_teacher_is_sure_of() -> None:
@@ -110,16 +110,16 @@ def test_which_samples_the_teacher_is_sure_of() -> None:
 @pytest.mark.parametrize(("relating", "consistent"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("votes", [(True, True, True), (True, False, True)])
 def test_the_loss(round: int, relating: bool, consistent: bool, votes: tuple[bool, ...]) -> None:
-    learner, client = learner_for(
+    trainer, client = learner_for(
         "fedirm", client=LABELS, round=round, first_stage=2, ramp=6, view="none", confidence=0.55, entropy=0.6,
         relations=relating, consistency=consistent,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(9)
-    teacher = learner.weights.vector + 0.1 * torch.randn(learner.weights.vector.shape, generator=generator)
-    work = work_of(learner, client, sent(votes), {"relation-matching/teacher": teacher})
-    assert work.claimed
+    teacher = trainer.weights.vector + 0.1 * torch.randn(trainer.weights.vector.shape, generator=generator)
+    client_round = start_round(trainer, client, sent(votes), {"relation-matching/teacher": teacher})
+    assert client_round.unknown_targets_taught
     rows, z = batch_of(client)
-    labels, p, theirs = LABELS[rows], expit(z), expit(logits_of(learner, client, teacher)[rows])
+    labels, p, theirs = LABELS[rows], expit(z), expit(logits_of(trainer, client, teacher)[rows])
     known = labels >= 0
     expected = -np.where(labels == 1, np.log(p), np.log(1 - p))[known].mean()
     weight, extra = np.exp(-5 * (1 - min(round, 6) / 6) ** 2), 0.0
@@ -138,34 +138,34 @@ def test_the_loss(round: int, relating: bool, consistent: bool, votes: tuple[boo
     if relating:
         assert distances
         extra += np.mean(distances)
-    assert loss_of(learner, work).item() == pytest.approx(expected + weight * extra, rel=1e-5)
+    assert compute_loss(trainer, client_round).item() == pytest.approx(expected + weight * extra, rel=1e-5)
 
 
 def test_nobody_sure_or_nothing_received_leaves_the_relations_out() -> None:
     found = []
     for options, message in (({"entropy": 1e-9}, sent()), ({}, None), ({"relations": False}, sent())):
-        learner, client = learner_for("fedirm", client=LABELS, round=3, first_stage=2, view="none", **options)
-        found.append(loss_of(learner, work_of(learner, client, message)).item())
+        trainer, client = learner_for("fedirm", client=LABELS, round=3, first_stage=2, view="none", **options)
+        found.append(compute_loss(trainer, start_round(trainer, client, message)).item())
     assert found[0] == found[1] == found[2]
 
 
 def test_the_teacher_follows_ever_more_slowly_and_is_remembered() -> None:
     """Decays min(1 − 1/(t+1), 0.6): 0, ½, then 0.6."""
-    learner, client = learner_for("fedirm", client=LABELS, round=2, first_stage=1, decay=0.6, training={"lr": 0.05})
+    trainer, client = learner_for("fedirm", client=LABELS, round=2, first_stage=1, decay=0.6, training={"lr": 0.05})
     memory: dict[str, torch.Tensor] = {}
-    start, expected = learner.weights.dump(), None
+    start, expected = trainer.weights.dump(), None
     for decay in (0.0, 0.5, 0.6, 0.6):
-        learner.train(client, Message(start), memory)  # one step
-        now = learner.weights.vector.clone()
+        trainer.train(client, Message(start), memory)  # one step
+        now = trainer.weights.vector.clone()
         expected = now if expected is None else decay * expected + (1 - decay) * now
         torch.testing.assert_close(memory["relation-matching/teacher"], expected)
     assert int(memory["relation-matching/steps"]) == 4
 
 
 def test_in_the_first_stage_there_is_no_teacher() -> None:
-    learner, client = learner_for("fedirm", client=LABELS, round=1, first_stage=1)
+    trainer, client = learner_for("fedirm", client=LABELS, round=1, first_stage=1)
     memory: dict[str, torch.Tensor] = {}
-    learner.train(client, Message(learner.weights.dump()), memory)
+    trainer.train(client, Message(trainer.weights.dump()), memory)
     assert not memory
 
 

@@ -12,19 +12,19 @@ from builders import same_bits, watched, word_vectors
 from conftest import small
 from scipy import stats
 
-from fedmll.client import Batch, Step, Work
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ConfigError
 from fedmll.data.federation import build
-from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
-from fedmll.errors import ConfigError
+from fedmll.engines.trainer import Trainer
 from fedmll.evaluation import metrics
-from fedmll.experiment import Experiment
-from fedmll.methods import find
-from fedmll.methods.fedctran import Drawn, LabelMask, random_known
+from fedmll.methods import build_method
+from fedmll.methods.client_round import Batch, ClientRound, TrainStep
+from fedmll.methods.fedctran import LabelMask, LabelMaskState, random_known
 from fedmll.methods.fedlgt import ClientAwareMask, uncertain
-from fedmll.running.loop import run
-from fedmll.task import task_of
-from fedmll.testing import client_of, merge, work_of
+from fedmll.methods.task import task_of
+from fedmll.testing import aggregate, make_client, start_round
+from fedmll.training.round_loop import run
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +36,26 @@ def lgt(encoder: str, **options: Any) -> Experiment:
     return small(**{"method__name": "fedlgt", "method__encoder": encoder} | options)
 
 
-def one_step(experiment: Experiment, targets: np.ndarray, rows: list[int] | None = None) -> tuple[Learner, Step]:
+def one_step(experiment: Experiment, targets: np.ndarray, rows: list[int] | None = None) -> tuple[Trainer, TrainStep]:
     """All of a client's samples as one batch, or these; no part has shaped it yet."""
-    learner = Learner(task_of(build(experiment)))
-    work = work_of(learner, client_of(learner, targets))
-    data, places = work.client.data, np.arange(len(targets)) if rows is None else np.array(rows)
+    trainer = Trainer(task_of(build(experiment)))
+    client_round = start_round(trainer, make_client(trainer, targets))
+    data, places = client_round.client.data, np.arange(len(targets)) if rows is None else np.array(rows)
     labels = torch.from_numpy(data.labels[places])
-    return learner, Step(work, Batch(learner.task, data, torch.from_numpy(places), labels, "none", torch.Generator()))
+    batch = Batch(
+        task=trainer.task,
+        data=data,
+        rows=torch.from_numpy(places),
+        targets=labels,
+        augmentation="none",
+        generator=torch.Generator(),
+    )
+    return trainer, TrainStep(client_round, batch)
 
 
-def mask_labels(learner: Learner, step: Step, seed: int) -> torch.Tensor:
+def mask_labels(trainer: Trainer, step: TrainStep, seed: int) -> torch.Tensor:
     """What label mask training tells the network."""
-    learner.method.part(LabelMask).shape(step, Drawn(torch.Generator().manual_seed(seed), None))
+    trainer.method.part(LabelMask).transform_batch(step, LabelMaskState(torch.Generator().manual_seed(seed), None))
     assert step.states is not None
     return step.states
 
@@ -79,8 +87,8 @@ TARGETS = np.array([[1, 0, -1, 0, 0, 1, 0, 0, -1, 0], [0] * 10, [-1] * 10, [1] *
 
 
 def test_states_are_targets_or_unknown() -> None:
-    learner, step = one_step(small(method__name="fedctran"), np.repeat(TARGETS, 50, axis=0))
-    states, batch = mask_labels(learner, step, 0), step.batch
+    trainer, step = one_step(small(method__name="fedctran"), np.repeat(TARGETS, 50, axis=0))
+    states, batch = mask_labels(trainer, step, 0), step.batch
     told = states >= 0
     assert torch.equal(states[told], batch.targets[told])
     assert (states[batch.targets < 0] == -1).all()
@@ -88,15 +96,15 @@ def test_states_are_targets_or_unknown() -> None:
 
 
 def test_loss_is_summed_over_what_is_unknown_to_the_model_and_annotated() -> None:
-    learner, step = one_step(small(method__name="fedctran"), TARGETS)
+    trainer, step = one_step(small(method__name="fedctran"), TARGETS)
     states = torch.from_numpy(TARGETS).clone()
     hidden = np.random.default_rng(0).random(TARGETS.shape) < 0.5
     states[torch.from_numpy(hidden)] = -1
     step.states = states
-    model = learner.model.eval()
+    model = trainer.model.eval()
     with torch.no_grad():
         z = model(step.batch.images, states).double().numpy()
-        found = learner.loss(step).item()
+        found = trainer.loss(step).item()
     p = 1 / (1 + np.exp(-z))
     full = -np.where(TARGETS == 1, np.log(p), np.log(1 - p))
     counted = hidden & (TARGETS >= 0)
@@ -105,12 +113,12 @@ def test_loss_is_summed_over_what_is_unknown_to_the_model_and_annotated() -> Non
 
 
 def test_loss_is_finite_for_extreme_logits() -> None:
-    learner, step = one_step(small(method__name="fedctran"), TARGETS)
-    model = learner.model
+    trainer, step = one_step(small(method__name="fedctran"), TARGETS)
+    model = trainer.model
     with torch.no_grad():
         model.bias.copy_(torch.tensor([100.0, -100.0] * 5))
-    mask_labels(learner, step, 0)
-    loss = learner.loss(step)
+    mask_labels(trainer, step, 0)
+    loss = trainer.loss(step)
     loss.backward()
     assert torch.isfinite(loss)
     assert loss.item() > 50
@@ -136,9 +144,9 @@ def test_ca_mle_hides_exactly_the_uncertain_entries(glove: str) -> None:
 
     def states(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Before and after."""
-        learner, step = one_step(lgt(glove, **options), targets, rows)
-        plain = mask_labels(learner, step, 1).clone()
-        learner.method.part(ClientAwareMask).shape(step, hide)
+        trainer, step = one_step(lgt(glove, **options), targets, rows)
+        plain = mask_labels(trainer, step, 1).clone()
+        trainer.method.part(ClientAwareMask).transform_batch(step, hide)
         return plain, step.states
 
     plain, found = states()
@@ -155,31 +163,31 @@ def test_the_teacher_is_the_global_model_and_predicts_once_a_round(
     glove: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = LocalEngine(build(lgt(glove, training__local_epochs=3)), tmp_path)
-    learner, found = engine.learner, []
-    original = ClientAwareMask.prepare
+    trainer, found = engine.trainer, []
+    original = ClientAwareMask.on_round_start
 
-    def prepare(self: ClientAwareMask, work: Work) -> torch.Tensor:
-        mask = original(self, work)
-        found.append(work.look().probabilities)
+    def prepare(self: ClientAwareMask, client_round: ClientRound) -> torch.Tensor:
+        mask = original(self, client_round)
+        found.append(client_round.outputs().probabilities)
         return mask
 
-    monkeypatch.setattr(ClientAwareMask, "prepare", prepare)
+    monkeypatch.setattr(ClientAwareMask, "on_round_start", prepare)
     try:
-        start, data = engine.start(), engine.federation
-        with watched(learner.model) as looks:  # a step's features and logits are no pass through the whole
-            replies = list(engine.round(start, 1))
+        start, data = engine.initial_state(), engine.federation
+        with watched(trainer.model) as looks:  # a step's features and logits are no pass through the whole
+            replies = list(engine.collect_replies(start, 1))
         assert len(found) == len(replies) == 4
         assert sum(len(seen.images) for seen in looks) == data.sizes.sum()  # one pass a client, not one an epoch
         assert not any(seen.training for seen in looks)
         for (peer, _), p in zip(replies, found, strict=True):
-            learner.weights.load(start)
-            learner.model.eval()
-            images = learner.task.inputs(
+            trainer.weights.load(start)
+            trainer.model.eval()
+            images = trainer.task.preprocess(
                 torch.from_numpy(data.train.subset(data.samples[peer.index]).samples(slice(None)))
             )
             with torch.no_grad():
                 unknown = torch.full((len(images), 10), -1, dtype=torch.int8)
-                torch.testing.assert_close(p, torch.sigmoid(learner.model(images, unknown)), atol=1e-5, rtol=0)
+                torch.testing.assert_close(p, torch.sigmoid(trainer.model(images, unknown)), atol=1e-5, rtol=0)
     finally:
         engine.close()
 
@@ -208,7 +216,7 @@ def test_prompt_and_fine_names_change_the_embeddings(glove: str, tmp_path: Path)
     (tmp_path / "fine.json").write_text('{"nine": ["eight", "one"]}')
     fine = {"method__fine_names": str(tmp_path / "fine.json")}
     variants = [{}, {"method__prompt": "{class}"}, fine, fine | {"method__fine": "average"}]
-    labels = [find("fedlgt")(task_of(build(lgt(glove, **v)))).model().labels for v in variants]
+    labels = [build_method(task_of(build(lgt(glove, **v)))).build_model().labels for v in variants]
     for i, a in enumerate(labels):
         assert not any(torch.equal(a, b) for b in labels[:i])
     assert torch.equal(labels[0][:9], labels[2][:9])  # only the class that has fine names
@@ -217,18 +225,18 @@ def test_prompt_and_fine_names_change_the_embeddings(glove: str, tmp_path: Path)
 def test_frozen_embeddings_never_change_and_learned_ones_do(glove: str, tmp_path: Path) -> None:
     engine = LocalEngine(build(lgt(glove)), tmp_path)
     try:
-        learner = engine.learner
-        before = learner.model.labels.clone(), learner.model.states.clone()
-        state = engine.start()
+        trainer = engine.trainer
+        before = trainer.model.labels.clone(), trainer.model.states.clone()
+        state = engine.initial_state()
         for number in (1, 2):
-            state, _ = merge(engine.method, state, engine.round(state, number), number)
-        learner.receive(engine.method.deploy(state))
-        assert torch.equal(learner.model.labels, before[0])
-        assert torch.equal(learner.model.states, before[1])
-        assert not {"labels", "states"} & set(learner.weights.layout)
+            state, _ = aggregate(engine.method, state, engine.collect_replies(state, number), number)
+        trainer.receive(engine.method.final_model(state))
+        assert torch.equal(trainer.model.labels, before[0])
+        assert torch.equal(trainer.model.states, before[1])
+        assert not {"labels", "states"} & set(trainer.weights.layout)
     finally:
         engine.close()
-    start = find("fedctran")(task_of(build(small(method__name="fedctran")))).model()
+    start = build_method(task_of(build(small(method__name="fedctran")))).build_model()
     learned = run(small(method__name="fedctran", training__rounds=1)).weights
     assert not torch.equal(learned["labels"], start.labels)
     assert not torch.equal(learned["states"], start.states)
@@ -274,7 +282,7 @@ def test_inducing_tokens_are_trained_and_averaged_with_every_worker_count(glove:
     values: dict[str, Any] = {"training__rounds": 1, "method__inducing": 4, "annotation__kind": "missing"}
     alone, two = (run(lgt(glove, **values, engine__workers=workers)).weights for workers in (0, 2))
     assert same_bits(alone, two)
-    start = find("fedlgt")(task_of(build(lgt(glove, **values)))).model().inducing
+    start = build_method(task_of(build(lgt(glove, **values)))).build_model().inducing
     assert alone["inducing"].shape == start.shape == (4, 8)
     assert ((alone["inducing"] - start).abs() > 1e-5).any(1).all()
 
@@ -289,8 +297,8 @@ def test_as_many_inducing_tokens_as_labels_are_refused(tokens: int) -> None:
 
 
 def test_known_labels_are_themselves_and_unknown_ones_are_predicted() -> None:
-    learner, step = one_step(small(method__name="fedctran"), TARGETS)
-    method, model, batch = learner.method, learner.model.eval(), step.batch
+    trainer, step = one_step(small(method__name="fedctran"), TARGETS)
+    method, model, batch = trainer.method, trainer.model.eval(), step.batch
     with torch.no_grad():
         scores = method.predict(model, batch.images, batch.targets)
         nothing = method.predict(model, batch.images)
@@ -316,11 +324,11 @@ def test_known_labels_help_where_labels_go_together(tmp_path: Path) -> None:
     )  # fmt: skip
     engine = LocalEngine(build(experiment), tmp_path / "memory")
     try:
-        state = engine.start()
+        state = engine.initial_state()
         for number in range(1, 5):
-            state, _ = merge(engine.method, state, engine.round(state, number), number)
-        engine.learner.receive(engine.method.deploy(state))
-        model = engine.learner.model.eval()
+            state, _ = aggregate(engine.method, state, engine.collect_replies(state, number), number)
+        engine.trainer.receive(engine.method.final_model(state))
+        model = engine.trainer.model.eval()
         test = engine.federation.test
         known = np.where([True, False, False], test.labels, np.int8(-1))
         hidden = np.where([True, False, False], np.int8(-1), test.labels)

@@ -13,18 +13,18 @@ from scipy.special import expit, logit
 from semi_builders import ANNOTATED, LABELS, learner_for
 
 from fedmll import run
-from fedmll.errors import ConfigError
+from fedmll.core.errors import ConfigError
 from fedmll.methods.fedlsr import SelfRegularised, jensen_shannon, mixed_logits
-from fedmll.testing import experiment, loss_of, peer_of, step_of, work_of
+from fedmll.testing import compute_loss, experiment, first_step, make_client_info, start_round
 
 
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("round", [1, 3, 9])
 def test_the_loss(double: bool, round: int) -> None:
     options = {"ramp": 4, "scale": 2.0, "sharpening": 1.5, "double_sigmoid": double}
-    learner, client = learner_for("fedlsr", client=LABELS, round=round, **options)
-    work = work_of(learner, client)
-    step = step_of(learner, work)
+    trainer, client = learner_for("fedlsr", client=LABELS, round=round, **options)
+    client_round = start_round(trainer, client)
+    step = first_step(trainer, client_round)
     rows = step.batch.rows.numpy()
     z = step.logits.detach().double().numpy()
     one, other = z[: len(rows)], z[len(rows) :]
@@ -37,12 +37,12 @@ def test_the_loss(double: bool, round: int) -> None:
     a, b = expit(2 * one), expit(2 * other)
     js = np.mean([jensenshannon([x, 1 - x], [y, 1 - y]) ** 2 for x, y in zip(a.flat, b.flat, strict=True)])
     expected = bce + 0.4 * min(round / 4, 1) * js
-    assert loss_of(learner, work, step).item() == pytest.approx(expected, rel=1e-5)
+    assert compute_loss(trainer, client_round, step).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_first_view_is_the_trainings_and_the_second_an_augmented_one() -> None:
-    learner, client = learner_for("fedlsr", client=LABELS)
-    step = step_of(learner, work_of(learner, client))
+    trainer, client = learner_for("fedlsr", client=LABELS)
+    step = first_step(trainer, start_round(trainer, client))
     batch = next(iter(client.batches()))
     plain = batch.view("none")
     assert torch.equal(step.images, torch.cat([plain, batch.view("weak")]))
@@ -66,8 +66,8 @@ def test_mixed_logits_are_exact_where_a_probability_is_nearly_nothing() -> None:
 
 
 def test_the_schedule() -> None:
-    learner = learner_for("fedlsr", rounds=500)
-    part = learner.method.part(SelfRegularised)
+    trainer = learner_for("fedlsr", rounds=500)
+    part = trainer.method.part(SelfRegularised)
     assert part.options.ramp == 40
     assert [part.gamma(t) for t in (1, 20, 40, 41, 500)] == pytest.approx([0.01, 0.2, 0.4, 0.4, 0.4])
 
@@ -80,12 +80,12 @@ def test_short_runs_say_what_they_made_of_the_schedule() -> None:
 
 
 def test_feature_vectors_are_refused() -> None:
-    learner = learner_for("fedlsr")
-    learner.method.begin([peer_of(0, 3)])
-    part = learner.method.part(SelfRegularised)
+    trainer = learner_for("fedlsr")
+    trainer.method.validate_clients([make_client_info(0, 3)])
+    part = trainer.method.part(SelfRegularised)
     part.task = replace(part.task, sample_shape=(12,))
     with pytest.raises(ConfigError, match=r"'self-regularised' compares two views.*fedavg-pl"):
-        learner.method.begin([peer_of(0, 3)])
+        trainer.method.validate_clients([make_client_info(0, 3)])
 
 
 def test_off_is_fedavg() -> None:
@@ -97,9 +97,9 @@ def test_off_is_fedavg() -> None:
 
 
 def test_where_another_part_teaches_what_is_unknown_it_is_not_absent() -> None:
-    learner, client = learner_for("fedlsr", client=LABELS, strength=0)
-    work = work_of(learner, client)
-    whole = loss_of(learner, work).item()
-    work = work_of(learner, client)
-    work.claimed = True
-    assert loss_of(learner, work).item() < whole
+    trainer, client = learner_for("fedlsr", client=LABELS, strength=0)
+    client_round = start_round(trainer, client)
+    whole = compute_loss(trainer, client_round).item()
+    client_round = start_round(trainer, client)
+    client_round.unknown_targets_taught = True
+    assert compute_loss(trainer, client_round).item() < whole

@@ -12,12 +12,12 @@ from fedmlp_builders import LABELS, bce, make, one_batch, seen_by
 from scipy.special import expit
 from torch.nn import functional as F
 
-from fedmll.errors import ConfigError
-from fedmll.message import Message, Tensors
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message, Tensors
+from fedmll.methods.parts.missing_label_detection import MissingLabelTags
 from fedmll.methods.parts.prototypes import local_prototypes
 from fedmll.methods.parts.semi_supervised import log_prior_odds
-from fedmll.methods.parts.tags import Tags
-from fedmll.testing import loss_of, merge, peer_of, reply_of, step_of, work_of
+from fedmll.testing import aggregate, compute_loss, first_step, make_client_info, make_reply, start_round
 
 # Eq. 3 and 4
 
@@ -44,9 +44,9 @@ def test_prior_is_finite_at_the_extremes() -> None:
 
 
 def test_wpc_loss_over_the_known_entries_of_two_views() -> None:
-    learner, client = make({})
-    step = step_of(learner, work := work_of(learner, client))
-    loss = loss_of(learner, work, step)
+    trainer, client = make({})
+    step = first_step(trainer, client_round := start_round(trainer, client))
+    loss = compute_loss(trainer, client_round, step)
     again = one_batch(client)
     labels = LABELS[again.rows.numpy()]
     prior = np.array([2 / 6, 1 / 12, 2 / 5])  # the last class has a blank: over the five that are known
@@ -60,8 +60,8 @@ def test_wpc_loss_over_the_known_entries_of_two_views() -> None:
 
 
 def test_an_unknown_class_gets_no_gradient_in_the_first_stage() -> None:
-    learner, client = make({})
-    loss_of(learner, work_of(learner, client)).backward()
+    trainer, client = make({})
+    compute_loss(trainer, start_round(trainer, client)).backward()
     gradient = client.model.head.weight.grad
     assert not gradient[1].any()
     assert gradient[0].any()
@@ -84,7 +84,7 @@ def uploads(sizes: list[int], prototypes: np.ndarray, votes: np.ndarray, difficu
     """Replies of clients: (client, 2, class, width), (client, 2, class), (client, class)."""
     return [
         (
-            peer_of(i, votes.shape[2]),
+            make_client_info(i, votes.shape[2]),
             Message(
                 {
                     "weights": torch.full((3,), float(i)),
@@ -101,7 +101,7 @@ def uploads(sizes: list[int], prototypes: np.ndarray, votes: np.ndarray, difficu
 
 
 def test_server_means() -> None:
-    learner, _ = make({"t1": 1})
+    trainer, _ = make({"t1": 1})
     rng = np.random.default_rng(2)
     prototypes = rng.normal(size=(3, 2, 3, 4))
     votes = np.ones((3, 2, 3), bool)
@@ -109,7 +109,7 @@ def test_server_means() -> None:
     votes[:, :, 2] = False  # nobody speaks of class 2
     difficulty = np.array([[0.5, -1, -1], [-1, 0.2, -1], [0.8, 0.6, -1]])
     replies = uploads([10, 20, 30], prototypes, votes, difficulty)
-    state, records = merge(learner.method, {"weights": torch.zeros(3)}, replies, 1)
+    state, records = aggregate(trainer.method, {"weights": torch.zeros(3)}, replies, 1)
     assert state["tags/votes"].tolist() == [[True, True, False]] * 2
     np.testing.assert_allclose(state["tags/prototypes"][1, 0], prototypes[[0, 2], 1, 0].mean(0), rtol=1e-5)
     np.testing.assert_allclose(state["tags/prototypes"][0, 0], prototypes[:, 0, 0].mean(0), rtol=1e-5)
@@ -119,18 +119,18 @@ def test_server_means() -> None:
     np.testing.assert_allclose(state["weights"], [(20 * 1 + 30 * 2) / 60] * 3)
     np.testing.assert_allclose(records["difficulty"], expected, rtol=1e-6)
     assert "tags_0" not in records  # the first stage
-    _, records = merge(learner.method, state, replies, 2)
+    _, records = aggregate(trainer.method, state, replies, 2)
     assert (records["tags_0"], records["tags_1"]) == (5 + 6 + 7, 2 + 4)
 
 
 def test_prototypes_nobody_sent_stay_and_momentum_mixes() -> None:
-    learner, _ = make({"t1": 1, "momentum": 0.25})
+    trainer, _ = make({"t1": 1, "momentum": 0.25})
     prototypes = np.arange(24.0).reshape(1, 2, 3, 4)
     votes = np.ones((1, 2, 3), bool)
     votes[0, :, 2] = False
     old = {"tags/prototypes": torch.full((2, 3, 4), 100.0), "tags/votes": torch.tensor([[True, False, True]] * 2)}
     replies = uploads([5], prototypes, votes, np.full((1, 3), -1.0))
-    merged, _ = merge(learner.method, {"weights": torch.zeros(3)} | old, replies, 2)
+    merged, _ = aggregate(trainer.method, {"weights": torch.zeros(3)} | old, replies, 2)
     np.testing.assert_allclose(merged["tags/prototypes"][:, 0], 25 + 0.75 * prototypes[0, :, 0])
     np.testing.assert_allclose(merged["tags/prototypes"][:, 1], prototypes[0, :, 1])
     np.testing.assert_allclose(merged["tags/prototypes"][:, 2], 100)
@@ -142,8 +142,8 @@ def test_difficulty_of_a_client(kind: str, sent: list[bool]) -> None:
     _, client = make({})
     _, p = seen_by(client)
     low, high = (float(bound) for bound in (np.sort(p[:, 0])[1:3].mean(), np.sort(p[:, 1])[3:5].mean()))
-    learner, client = make({"t1": 1, "difficulty": kind, "L": min(low, high), "R": max(low, high)})
-    reply = reply_of(learner, work_of(learner, client))
+    trainer, client = make({"t1": 1, "difficulty": kind, "L": min(low, high), "R": max(low, high)})
+    reply = make_reply(trainer, start_round(trainer, client))
     share = ((p < min(low, high)) | (p > max(low, high))).mean(0)
     assert len(set(share.tolist())) > 1  # the bounds tell samples apart
     np.testing.assert_allclose(reply["tags/difficulty"], np.where(sent, share, -1), rtol=1e-6)
@@ -153,9 +153,9 @@ def test_difficulty_of_a_client(kind: str, sent: list[bool]) -> None:
 
 
 def test_a_class_that_nobody_knows_is_named_at_the_start() -> None:
-    learner, _ = make({})
+    trainer, _ = make({})
     with pytest.raises(ConfigError, match="No client annotates k1"):
-        learner.method.begin([peer_of(0, 3, [0]), peer_of(1, 3, [0, 2])])
+        trainer.method.validate_clients([make_client_info(0, 3, [0]), make_client_info(1, 3, [0, 2])])
 
 
 def test_bounds_in_the_wrong_order_are_refused() -> None:
@@ -191,29 +191,31 @@ GOOD = {
     ],
 )
 def test_replies_that_are_refused(change: Tensors, reason: str | None) -> None:
-    learner, _ = make({})
-    answer = learner.method.refuse(Message({"weights": torch.zeros(5)}), Message(GOOD | change, {"samples": 3}), 1)
+    trainer, _ = make({})
+    answer = trainer.method.find_problem(
+        Message({"weights": torch.zeros(5)}), Message(GOOD | change, {"samples": 3}), 1
+    )
     assert answer is None if reason is None else reason in str(answer)
 
 
 def test_a_reply_that_lacks_a_part_of_its_upload_is_refused() -> None:
-    learner, _ = make({})
+    trainer, _ = make({})
     reply = Message({"weights": torch.zeros(5), "tags/prototypes": torch.zeros(2, 3, 6)}, {"samples": 3})
-    answer = str(learner.method.refuse(Message({"weights": torch.zeros(5)}), reply, 1))
+    answer = str(trainer.method.find_problem(Message({"weights": torch.zeros(5)}), reply, 1))
     assert "lacks tags/difficulty, tags/made, tags/votes" in answer
 
 
 def test_audit_counts_true_tags() -> None:
-    learner, _ = make({})
+    trainer, _ = make({})
     tags = torch.tensor([[1, -1, 0], [1, 0, -1], [0, -1, 1]], dtype=torch.int8)
     truth = torch.tensor([[1, 1, 0], [0, 0, 1], [1, 0, -1]], dtype=torch.int8)  # an unknown truth is not judged
-    part = learner.method.part(Tags)
-    counts = part.audit({"tags": tags}, truth)
-    assert counts is not None and part.audit({}, truth) is None
-    records = part.audited(counts + counts)
+    part = trainer.method.part(MissingLabelTags)
+    counts = part.count_correct({"tags": tags}, truth)
+    assert counts is not None and part.count_correct({}, truth) is None
+    records = part.audit_records(counts + counts)
     assert records["tag_precision_1"] == 50
     np.testing.assert_allclose(records["tag_precision_0"], 100 * 2 / 3)
     np.testing.assert_allclose(records["tag_precision"], 60)
     assert records["tags_made"].tolist() == [[2, 2, 2], [4, 0, 0]]
     assert records["tags_true"].tolist() == [[0, 2, 2], [2, 0, 0]]
-    assert part.audited(torch.zeros_like(counts)) == {}
+    assert part.audit_records(torch.zeros_like(counts)) == {}

@@ -17,10 +17,10 @@ from fedmlp_builders import EARLY
 from safetensors.torch import load_file
 
 from fedmll import resume, run
-from fedmll.client import Batch, Client
-from fedmll.message import Tensors
-from fedmll.running.folder import Row
-from fedmll.running.observers import Observer
+from fedmll.core.message import Tensors
+from fedmll.methods.client_round import Batch, Client
+from fedmll.runs.run_folder import MetricsRow
+from fedmll.training.callbacks import Callback
 
 OFF = {"method__mld": False, "method__wpc": False, "method__cr": False, "method__st": False}
 
@@ -36,13 +36,13 @@ def test_everything_off_is_fedavg_bit_for_bit() -> None:
 def test_what_is_fixed_in_a_round_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How often a client's model goes over all its data: never, after training, before and after it."""
     scans: list[int] = []
-    real = Client.scan
+    real = Client.evaluation_batches
 
     def counted(client: Client) -> Iterator[Batch]:
         scans.append(client.round)
         return real(client)
 
-    monkeypatch.setattr(Client, "scan", counted)
+    monkeypatch.setattr(Client, "evaluation_batches", counted)
     run(small(**EARLY | {"method__t1": 2, "training__rounds": 3, "training__local_epochs": 3}))
     assert [scans.count(number) for number in (1, 2, 3)] == [0, 4, 8]  # four clients
     scans.clear()
@@ -51,13 +51,13 @@ def test_what_is_fixed_in_a_round_is_computed_once(monkeypatch: pytest.MonkeyPat
     assert "tags_0" not in result.rows[-1]
 
 
-class Watching(Observer):
+class Watching(Callback):
     """Reads the clients' memories after every round, and may stop a run."""
 
     def __init__(self, out: Path, stop_after: int | None = None) -> None:
         self.out, self.stop_after, self.tags = out, stop_after, []
 
-    def round_done(self, row: Row) -> None:
+    def on_round_end(self, row: MetricsRow) -> None:
         newest: dict[str, Path] = {path.name[:6]: path for path in sorted(memory_files(self.out))}
         self.tags.append({client: load_file(path)["tags/tags"] for client, path in newest.items()})
         if row["round"] == self.stop_after:
@@ -65,7 +65,7 @@ class Watching(Observer):
 
 
 def memory_files(out: Path) -> list[Path]:
-    return list((out / "checkpoint" / "memory").glob("*.safetensors"))
+    return list((out / "checkpoint" / "client_state").glob("*.safetensors"))
 
 
 def latest_memories(out: Path) -> dict[str, Tensors]:
@@ -75,16 +75,18 @@ def latest_memories(out: Path) -> dict[str, Tensors]:
 def assert_same(first: Path, second: Path) -> None:
     ours, theirs = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    mine, yours = latest_memories(first), latest_memories(second)
-    assert all((memory["tags/tags"] >= 0).any() for memory in mine.values())
-    assert mine.keys() == yours.keys()
-    assert all(torch.equal(mine[c][name], yours[c][name]) for c in mine for name in ("tags/tags", "tags/carry"))
+    round_state, yours = latest_memories(first), latest_memories(second)
+    assert all((memory["tags/tags"] >= 0).any() for memory in round_state.values())
+    assert round_state.keys() == yours.keys()
+    assert all(
+        torch.equal(round_state[c][name], yours[c][name]) for c in round_state for name in ("tags/tags", "tags/carry")
+    )
 
 
 def test_tags_are_permanent_and_survive_an_interruption(tmp_path: Path) -> None:
     experiment = small(**EARLY | {"training__rounds": 5})
     whole = Watching(tmp_path / "whole")
-    result = run(experiment, tmp_path / "whole", observer=whole)
+    result = run(experiment, tmp_path / "whole", callback=whole)
     for before, after in zip(whole.tags, whole.tags[1:], strict=False):
         for client, tags in before.items():
             assert torch.equal(after[client][tags >= 0], tags[tags >= 0])
@@ -95,7 +97,7 @@ def test_tags_are_permanent_and_survive_an_interruption(tmp_path: Path) -> None:
     assert recorded["tags_made"].sum() == made[4]
 
     with pytest.raises(KeyboardInterrupt):
-        run(experiment, tmp_path / "stopped", observer=Watching(tmp_path / "stopped", stop_after=3))
+        run(experiment, tmp_path / "stopped", callback=Watching(tmp_path / "stopped", stop_after=3))
     resume(tmp_path / "stopped")
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 

@@ -12,11 +12,11 @@ from fedmlp_builders import LABELS, bce, expected_keys, make, move, one_batch, s
 from scipy.special import expit
 
 from fedmll import run
-from fedmll.client import Client, Work
-from fedmll.engines.learner import Learner
-from fedmll.message import Message
-from fedmll.methods.parts.tags import Staged
-from fedmll.testing import loss_of, reply_of, work_of
+from fedmll.core.message import Message
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import Client, ClientRound
+from fedmll.methods.parts.missing_label_detection import FedMLPPart
+from fedmll.testing import compute_loss, make_reply, start_round
 
 PARTIAL = {
     "method__name": "fedmlp", "method__t1": 1, "annotation__kind": "missing", "annotation__missing": 5,
@@ -24,36 +24,36 @@ PARTIAL = {
 }  # fmt: skip
 
 
-def normed(round: int, **options: Any) -> tuple[Learner, Client]:
+def normed(round: int, **options: Any) -> tuple[Trainer, Client]:
     """A client whose network has batch statistics that are not those of its batches."""
-    learner, client = make({"t1": 1, **options}, round=round, norm="batch")
-    for module in learner.model.modules():
+    trainer, client = make({"t1": 1, **options}, round=round, norm="batch")
+    for module in trainer.model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_mean.fill_(0.7)
             module.running_var.fill_(3.0)
-    return learner, client
+    return trainer, client
 
 
 def test_features_and_predictions_are_those_of_evaluation_mode() -> None:
     _, client = normed(1)
     features, p = seen_by(client)
     client.model.train()
-    found = Work(client, Message()).look(features=True)
+    found = ClientRound(client, Message()).outputs(features=True)
     np.testing.assert_allclose(found.features, features, rtol=1.3e-6, atol=1e-5)
     np.testing.assert_allclose(found.probabilities, p, rtol=1.3e-6, atol=1e-5)
     client.model.train()
-    alone = Work(client, Message()).look()  # the same without features
+    alone = ClientRound(client, Message()).outputs()  # the same without features
     assert alone.features is None
     np.testing.assert_allclose(alone.probabilities, p, rtol=1.3e-6, atol=1e-5)
     client.model.train()
-    trained = client.model.features(next(client.scan()).images)
+    trained = client.model.features(next(client.evaluation_batches()).images)
     assert not np.allclose(trained.detach(), features)
 
 
 def test_prototypes_and_difficulty_are_those_of_evaluation_mode() -> None:
-    learner, client = normed(1)
+    trainer, client = normed(1)
     features, p = seen_by(client)
-    reply = reply_of(learner, work_of(learner, client))  # the model is in training mode when it replies
+    reply = make_reply(trainer, start_round(trainer, client))  # the model is in training mode when it replies
     positives = LABELS[:, 0] == 1
     np.testing.assert_allclose(reply["tags/prototypes"][1, 0], features[positives].mean(0), rtol=1e-5)
     sure = ((p < 0.3) | (p > 0.7)).mean(0)
@@ -61,19 +61,19 @@ def test_prototypes_and_difficulty_are_those_of_evaluation_mode() -> None:
 
 
 def test_the_teacher_is_the_global_model_in_evaluation_mode() -> None:
-    learner, client = normed(2)
+    trainer, client = normed(2)
     _, p = seen_by(client)
     client.model.train()
-    work = work_of(learner, client)
-    np.testing.assert_allclose(work.fixed["consistency"], p, rtol=1.3e-6, atol=1e-5)
+    client_round = start_round(trainer, client)
+    np.testing.assert_allclose(client_round.round_states["consistency"], p, rtol=1.3e-6, atol=1e-5)
 
 
 def test_consistency_alone_enters_the_second_stage() -> None:
-    learner, client = make({"t1": 1, "mld": False}, round=2)
-    assert all(stages(learner, 2))
-    work = work_of(learner, client)
-    assert work.claimed
-    assert work.fixed["prior-adjusted"].views == 1
+    trainer, client = make({"t1": 1, "mld": False}, round=2)
+    assert all(stages(trainer, 2))
+    client_round = start_round(trainer, client)
+    assert client_round.unknown_targets_taught
+    assert client_round.round_states["prior-adjusted"].views == 1
     _, teacher = seen_by(client)
     move(client)
     again = one_batch(client)
@@ -82,43 +82,43 @@ def test_consistency_alone_enters_the_second_stage() -> None:
     z = client.model(again.view("weak")).detach().double().numpy()
     far = (expit(z) - teacher[rows]) ** 2
     expected = np.where(labels >= 0, bce(z + np.log(prior / (1 - prior)), labels == 1), far).mean()
-    np.testing.assert_allclose(loss_of(learner, work).item(), expected, rtol=1e-5)
-    assert expected_keys(learner, 2) == {"weights"}  # no prototypes without tags
+    np.testing.assert_allclose(compute_loss(trainer, client_round).item(), expected, rtol=1e-5)
+    assert expected_keys(trainer, 2) == {"weights"}  # no prototypes without tags
 
 
-def stages(learner: Learner, round: int) -> list[bool]:
+def stages(trainer: Trainer, round: int) -> list[bool]:
     """Whether it is the second one, for each part that asks."""
-    found = [part.second_stage(round) for part in learner.method.list if isinstance(part, Staged)]
+    found = [part.second_stage(round) for part in trainer.method.active_parts if isinstance(part, FedMLPPart)]
     assert found
     return found
 
 
 def test_without_either_there_is_no_second_stage() -> None:
-    learner, client = make({"t1": 1, "mld": False, "cr": False}, round=2)
-    assert not any(stages(learner, 2))
-    assert work_of(learner, client).fixed["prior-adjusted"].views == 2  # WPC only goes on with two views
+    trainer, client = make({"t1": 1, "mld": False, "cr": False}, round=2)
+    assert not any(stages(trainer, 2))
+    assert start_round(trainer, client).round_states["prior-adjusted"].views == 2  # WPC only goes on with two views
 
 
 def test_stages_change_after_t1() -> None:
-    learner, _ = make({"t1": 3})
-    assert [stages(learner, round) for round in (1, 3, 4, 9)] == [[False] * 3, [False] * 3, [True] * 3, [True] * 3]
-    assert ["tags/prototypes" in expected_keys(learner, round) for round in (2, 3, 4)] == [False, True, True]
+    trainer, _ = make({"t1": 3})
+    assert [stages(trainer, round) for round in (1, 3, 4, 9)] == [[False] * 3, [False] * 3, [True] * 3, [True] * 3]
+    assert ["tags/prototypes" in expected_keys(trainer, round) for round in (2, 3, 4)] == [False, True, True]
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_without_the_adaptive_threshold_the_difficulty_is_one(adaptive: bool) -> None:
-    learner, client = make({"t1": 1, "st": adaptive})
-    reply = reply_of(learner, work_of(learner, client))
+    trainer, client = make({"t1": 1, "st": adaptive})
+    reply = make_reply(trainer, start_round(trainer, client))
     assert ("tags/difficulty" in reply.tensors) == adaptive
-    assert ("tags/difficulty" in expected_keys(learner, 1)) == adaptive
+    assert ("tags/difficulty" in expected_keys(trainer, 1)) == adaptive
     labels = np.full((40, 3), -1)
     labels[:, 0] = np.arange(40) % 2
-    learner, client = make({"t1": 1, "T0": 0.5, "T1": 0.5, "st": adaptive}, labels, round=2)
+    trainer, client = make({"t1": 1, "T0": 0.5, "T1": 0.5, "st": adaptive}, labels, round=2)
     prototypes = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(5))
     spoken = {"prototypes": prototypes, "votes": torch.ones(2, 3, dtype=torch.bool)}
     if adaptive:
         spoken["difficulty"] = torch.tensor([1.0, 0.5, 1.0])
-    tagged = (tags_of(work_of(learner, client, sent(**spoken))) >= 0).sum(0).tolist()
+    tagged = (tags_of(start_round(trainer, client, sent(**spoken))) >= 0).sum(0).tolist()
     assert tagged[0] == 0
     if adaptive:
         assert tagged[1] in (9, 10)  # a half of a half of 40, each side rounded down
@@ -129,10 +129,10 @@ def test_without_the_adaptive_threshold_the_difficulty_is_one(adaptive: bool) ->
 def test_a_class_needs_both_prototypes_to_be_tagged() -> None:
     labels = np.full((20, 3), -1)
     labels[:, 0] = 1
-    learner, client = make({"t1": 1, "T0": 0.5, "T1": 0.5}, labels, round=2)
+    trainer, client = make({"t1": 1, "T0": 0.5, "T1": 0.5}, labels, round=2)
     votes = torch.tensor([[True, True, False], [True, True, True]])  # nobody has a negative of the last class
     tags = tags_of(
-        work_of(learner, client, sent(prototypes=torch.randn(2, 3, 6), votes=votes, difficulty=torch.ones(3)))
+        start_round(trainer, client, sent(prototypes=torch.randn(2, 3, 6), votes=votes, difficulty=torch.ones(3)))
     )
     assert (tags[:, 2] == -1).all()
     assert (tags[:, 1] >= 0).any()
@@ -140,30 +140,32 @@ def test_a_class_needs_both_prototypes_to_be_tagged() -> None:
 
 @pytest.mark.parametrize("view", ["none", "flip", "shift", "crop-flip", "weak"])
 def test_the_view_is_the_one_that_was_asked_for(view: str) -> None:
-    learner, client = make({"view": view})
-    work = work_of(learner, client)
-    prior = work.fixed["prior-adjusted"].odds.double().numpy()
+    trainer, client = make({"view": view})
+    client_round = start_round(trainer, client)
+    prior = client_round.round_states["prior-adjusted"].odds.double().numpy()
     again = one_batch(client)
     labels = LABELS[again.rows.numpy()]
     entries = [
         bce(client.model(again.view(view)).detach().numpy() + prior, labels == 1) * (labels >= 0) for _ in range(2)
     ]
-    np.testing.assert_allclose(loss_of(learner, work).item(), np.mean(entries), rtol=1e-5)
+    np.testing.assert_allclose(compute_loss(trainer, client_round).item(), np.mean(entries), rtol=1e-5)
 
 
 def test_a_tagged_class_has_its_prior_over_all_samples() -> None:
     tags = np.full(LABELS.shape, -1, np.int8)
     tags[0, 1], tags[1, 1], tags[2, 1] = 1, 1, 0
-    _, work, _ = stage_two(LABELS, tags, T0=0.0, T1=0.0)
-    prior = expit(work.fixed["prior-adjusted"].odds.double().numpy())
+    _, client_round, _ = stage_two(LABELS, tags, T0=0.0, T1=0.0)
+    prior = expit(client_round.round_states["prior-adjusted"].odds.double().numpy())
     np.testing.assert_allclose(prior, [2 / 6, 2 / 6, 2 / 5], rtol=1e-6)  # the last: one blank, over the known five
 
 
 def test_a_prior_counts_blanks_that_were_tagged() -> None:
     tags = np.full(LABELS.shape, -1, np.int8)
     tags[4, 2] = 1  # the blank of the last class
-    _, work, _ = stage_two(LABELS, tags, T0=0.0, T1=0.0)
-    np.testing.assert_allclose(expit(work.fixed["prior-adjusted"].odds.double().numpy())[2], 3 / 6, rtol=1e-6)
+    _, client_round, _ = stage_two(LABELS, tags, T0=0.0, T1=0.0)
+    np.testing.assert_allclose(
+        expit(client_round.round_states["prior-adjusted"].odds.double().numpy())[2], 3 / 6, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("switch", ["mld", "wpc", "cr", "st", "warmup_consistency", "momentum", "difficulty", "view"])

@@ -8,9 +8,9 @@ import torch
 from fedmlp_builders import LABELS, bce, make, move, one_batch, remembered, seen_by, stage_two, tags_of
 from scipy.special import expit
 
-from fedmll.errors import ClientError
-from fedmll.methods.parts.tags import tag
-from fedmll.testing import loss_of, work_of
+from fedmll.core.errors import ClientError
+from fedmll.methods.parts.missing_label_detection import tag
+from fedmll.testing import compute_loss, start_round
 
 # Eq. 7–9
 
@@ -60,8 +60,8 @@ def test_a_client_tags_by_the_cosines_of_eq_7() -> None:
     labels = np.full((40, 3), -1)
     labels[:, 0] = np.arange(40) % 2
     labels[:4, 2] = 1  # known here and there: these entries stay as they are
-    _, work, prototypes = stage_two(labels)
-    features = seen_by(work.client)[0].astype(np.float64)
+    _, client_round, prototypes = stage_two(labels)
+    features = seen_by(client_round.client)[0].astype(np.float64)
 
     def cosine(p: np.ndarray) -> np.ndarray:
         return features @ p / np.linalg.norm(features, axis=1) / np.linalg.norm(p)
@@ -72,18 +72,18 @@ def test_a_client_tags_by_the_cosines_of_eq_7() -> None:
         free = np.flatnonzero(labels[:, c] < 0)
         for label, rows in ((0, free[z[free] >= 0]), (1, free[z[free] < 0])):
             expected[rows[np.argsort(-np.abs(z[rows]))][: int(share * len(rows))], c] = label
-    np.testing.assert_array_equal(tags_of(work), expected)
-    np.testing.assert_array_equal(work.targets.numpy(), np.where(labels >= 0, labels, expected))
+    np.testing.assert_array_equal(tags_of(client_round), expected)
+    np.testing.assert_array_equal(client_round.targets.numpy(), np.where(labels >= 0, labels, expected))
     assert (expected >= 0).sum() > 10
 
 
 def test_classes_without_prototypes_are_not_tagged() -> None:
-    _, work, _ = stage_two(np.where(np.arange(3) == 0, 1, np.full((20, 3), -1)), votes=False)
-    assert (tags_of(work) == -1).all()
+    _, client_round, _ = stage_two(np.where(np.arange(3) == 0, 1, np.full((20, 3), -1)), votes=False)
+    assert (tags_of(client_round) == -1).all()
 
 
 def test_changed_data_is_noticed() -> None:
-    with pytest.raises(ClientError, match="remembers tags for 7 samples and has 20"):
+    with pytest.raises(ClientError, match="has tags for 7 samples and now has 20"):
         stage_two(np.full((20, 3), -1), np.zeros((7, 3), np.int8))
 
 
@@ -96,61 +96,61 @@ ODDS = np.log(np.array([1 / 2, 1 / 5, 1 / 2]))  # π = 2/6, 1/6 (the tagged posi
 
 def test_second_stage_loss() -> None:
     """WPC over true and tagged entries, MSE to the teacher's p over the rest: one mean over batch × classes."""
-    learner, work, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0)
-    _, teacher = seen_by(work.client)
-    move(work.client)
-    again = one_batch(work.client)
+    trainer, client_round, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0)
+    _, teacher = seen_by(client_round.client)
+    move(client_round.client)
+    again = one_batch(client_round.client)
     rows = again.rows.numpy()
     labels = TAUGHT[rows]
-    z = work.client.model(again.view("weak")).detach().double().numpy()
+    z = client_round.model(again.view("weak")).detach().double().numpy()
     entries = np.where(labels >= 0, bce(z + ODDS, labels == 1), (expit(z) - teacher[rows]) ** 2)
-    np.testing.assert_allclose(loss_of(learner, work).item(), entries.mean(), rtol=1e-5)
+    np.testing.assert_allclose(compute_loss(trainer, client_round).item(), entries.mean(), rtol=1e-5)
     assert (labels < 0).sum() == 4
 
 
 def test_consistency_acts_on_untagged_missing_entries_only() -> None:
-    learner, work, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0)
-    teacher, losses = work.fixed["consistency"], []
+    trainer, client_round, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0)
+    teacher, losses = client_round.round_states["consistency"], []
     for wrong in (0.0, 0.3):
-        work.fixed["consistency"] = teacher + wrong * (work.targets >= 0)
-        losses.append(loss_of(learner, work).item())
+        client_round.round_states["consistency"] = teacher + wrong * (client_round.targets >= 0)
+        losses.append(compute_loss(trainer, client_round).item())
     assert losses[0] == losses[1]
-    work.fixed["consistency"] = teacher + 0.3
-    assert loss_of(learner, work).item() > losses[0]
+    client_round.round_states["consistency"] = teacher + 0.3
+    assert compute_loss(trainer, client_round).item() > losses[0]
 
 
 def test_without_consistency_untagged_missing_entries_are_left_out() -> None:
-    learner, work, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0, cr=False)
-    again = one_batch(work.client)
+    trainer, client_round, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0, cr=False)
+    again = one_batch(client_round.client)
     labels = TAUGHT[again.rows.numpy()]
-    z = work.client.model(again.view("weak")).detach().numpy()
+    z = client_round.model(again.view("weak")).detach().numpy()
     entries = bce(z + ODDS, labels == 1) * (labels >= 0)
-    np.testing.assert_allclose(loss_of(learner, work).item(), entries.mean(), rtol=1e-5)
+    np.testing.assert_allclose(compute_loss(trainer, client_round).item(), entries.mean(), rtol=1e-5)
 
 
 def test_without_wpc_missing_entries_are_zero_and_tags_count() -> None:
-    learner, work, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0, cr=False, wpc=False)
-    again = one_batch(work.client)
+    trainer, client_round, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0, cr=False, wpc=False)
+    again = one_batch(client_round.client)
     labels = TAUGHT[again.rows.numpy()]
-    z = work.client.model(again.view("none")).detach().numpy()
-    np.testing.assert_allclose(loss_of(learner, work).item(), bce(z, labels == 1).mean(), rtol=1e-5)
+    z = client_round.model(again.view("none")).detach().numpy()
+    np.testing.assert_allclose(compute_loss(trainer, client_round).item(), bce(z, labels == 1).mean(), rtol=1e-5)
 
 
 def test_without_wpc_consistency_takes_the_untagged_missing_entries() -> None:
-    learner, work, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0, wpc=False)
-    _, teacher = seen_by(work.client)
-    move(work.client)
-    again = one_batch(work.client)
+    trainer, client_round, _ = stage_two(LABELS, remembered(LABELS), T0=0.0, T1=0.0, wpc=False)
+    _, teacher = seen_by(client_round.client)
+    move(client_round.client)
+    again = one_batch(client_round.client)
     rows = again.rows.numpy()
-    z = work.client.model(again.view("none")).detach().double().numpy()
+    z = client_round.model(again.view("none")).detach().double().numpy()
     entries = np.where(TAUGHT[rows] >= 0, bce(z, TAUGHT[rows] == 1), (expit(z) - teacher[rows]) ** 2)
-    np.testing.assert_allclose(loss_of(learner, work).item(), entries.mean(), rtol=1e-5)
+    np.testing.assert_allclose(compute_loss(trainer, client_round).item(), entries.mean(), rtol=1e-5)
 
 
 def test_warmup_consistency_uses_the_teacher_in_the_first_stage() -> None:
-    learner, client = make({"warmup_consistency": True})
-    work = work_of(learner, client)
-    assert work.claimed and work.fixed["consistency"] is not None
-    assert work.fixed["prior-adjusted"].views == 2
-    loss_of(learner, work).backward()
+    trainer, client = make({"warmup_consistency": True})
+    client_round = start_round(trainer, client)
+    assert client_round.unknown_targets_taught and client_round.round_states["consistency"] is not None
+    assert client_round.round_states["prior-adjusted"].views == 2
+    compute_loss(trainer, client_round).backward()
     assert client.model.head.weight.grad[1].any()

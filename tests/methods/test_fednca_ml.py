@@ -12,17 +12,17 @@ import torch
 from builders import contrast_by_loops, rejection_by_loops, same_bits, sigmoid
 from conftest import small
 
-from fedmll.client import Step
+from fedmll.core.errors import ConfigError
 from fedmll.data.federation import build
-from fedmll.engines.learner import Learner
 from fedmll.engines.local import LocalEngine
-from fedmll.errors import ConfigError
-from fedmll.methods import find
+from fedmll.engines.trainer import Trainer
+from fedmll.methods import build_method
+from fedmll.methods.client_round import TrainStep
 from fedmll.methods.fednca_ml import contrast, hinge_rejection, log_rejection
-from fedmll.models.heads import PrototypeClassifier, simplex_etf
-from fedmll.running.loop import run
-from fedmll.task import task_of
-from fedmll.testing import client_of, merge, work_of
+from fedmll.methods.task import task_of
+from fedmll.models.class_attention import PrototypeClassifier, simplex_etf
+from fedmll.testing import aggregate, make_client, start_round
+from fedmll.training.round_loop import run
 
 # positives and negatives; no negative; no positive; unknown ones; nothing known
 TARGETS = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [-1, 1, 0, -1], [-1, -1, -1, -1]], dtype=np.int8)
@@ -126,14 +126,14 @@ def test_whole_loss_of_a_network() -> None:
     """BCE over the known entries + λ1 L_neg + λ2 L_pos, from the network's own class-wise features."""
     options = {"method__lambda_neg": 0.4, "method__lambda_pos": 0.7, "method__tau": 0.4}
     data = build(nca(**options))
-    learner = Learner(task_of(data))
+    trainer = Trainer(task_of(data))
     targets = data.train.labels[:6].copy()
     targets[0, :4] = targets[3, 2:8] = -1
     own = replace(data.train.subset(np.arange(6)), labels=targets)
-    work = work_of(learner, replace(client_of(learner, targets), data=own))
-    model, batch = learner.model.eval(), next(work.client.scan())
+    client_round = start_round(trainer, replace(make_client(trainer, targets), data=own))
+    model, batch = trainer.model.eval(), next(client_round.client.evaluation_batches())
     with torch.no_grad():
-        found = learner.loss(Step(work, batch)).item()
+        found = trainer.loss(TrainStep(client_round, batch)).item()
         h = model.features(batch.images).double().numpy()
     s = h @ simplex_etf(16, 10, 0).double().numpy().T
     p = sigmoid(np.diagonal(s, axis1=1, axis2=2))
@@ -149,7 +149,7 @@ OFF = {"method__neg": False, "method__pos": False}
 def test_without_its_parts_it_is_fedavg_with_partial_labels() -> None:
     """No ETF, no LADM, no regulariser, average by size: FedAvg-PL's weights, bit for bit."""
     missing = {"annotation__kind": "missing", "annotation__missing": 3}
-    bare = run(nca(method__etf=False, method__ladm=False, method__weights="size", **OFF, **missing)).weights
+    bare = run(nca(method__etf=False, method__ladm=False, method__weighting="size", **OFF, **missing)).weights
     plain = run(nca(method__name="fedavg-pl", **missing)).weights
     names = {"head.weight": "prototypes", "head.bias": "bias"}
     assert same_bits({names.get(name, name): tensor for name, tensor in plain.items()}, bare)
@@ -169,7 +169,7 @@ def test_lambda_of_the_paper() -> None:
         assert made.method.options["lambda_neg"] == expected
         assert f"lambda_neg = {expected}" in made.to_toml()
     assert nca(data__name="ml-cifar10", method__lambda_neg=0.3).method.options["lambda_neg"] == 0.3
-    assert nca().method.options["weights"] == "equal"
+    assert nca().method.options["weighting"] == "equal"
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -185,7 +185,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "logit_scale": {"method__logit_scale": 10.0},
     "asl": {"training__loss": "asl"},
     "weighted": {"training__loss": "weighted"},
-    "size": {"method__weights": "size"},
+    "size": {"method__weighting": "size"},
 }
 
 
@@ -204,18 +204,18 @@ def test_every_option_runs_and_matters(name: str, whole: dict[str, torch.Tensor]
 def test_the_etf_never_changes_and_is_never_sent(tmp_path: Path) -> None:
     engine = LocalEngine(build(nca()), tmp_path)
     try:
-        learner = engine.learner
-        model = learner.model
+        trainer = engine.trainer
+        model = trainer.model
         before = model.prototypes.clone()
-        state = engine.start()
+        state = engine.initial_state()
         for number in (1, 2):
-            state, _ = merge(engine.method, state, engine.round(state, number), number)
-        learner.receive(engine.method.deploy(state))
+            state, _ = aggregate(engine.method, state, engine.collect_replies(state, number), number)
+        trainer.receive(engine.method.final_model(state))
         expected = simplex_etf(16, 10, 0)
         for fixed in (before, model.prototypes, model.ladm.queries):
             assert torch.equal(fixed, expected)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert trained == learner.weights.parameter_end
+        assert trained == trainer.weights.parameter_end
         assert not any(p.shape == before.shape for p in model.parameters())
     finally:
         engine.close()
@@ -229,9 +229,9 @@ def test_learnable_queries_learn_and_the_classifier_stays() -> None:
 
 def test_attention_maps_of_a_trained_model() -> None:
     data = build(nca())
-    model = find("fednca-ml")(task_of(data)).model()
+    model = build_method(task_of(data)).build_model()
     assert isinstance(model, PrototypeClassifier)
-    images = task_of(data).inputs(torch.from_numpy(data.test.samples(slice(0, 3))))
+    images = task_of(data).preprocess(torch.from_numpy(data.test.samples(slice(0, 3))))
     maps = model.attention(images)
     assert maps.shape[:3] == (3, 4, 10)
     torch.testing.assert_close(maps.sum((-1, -2)), torch.ones(3, 4, 10))
@@ -239,7 +239,7 @@ def test_attention_maps_of_a_trained_model() -> None:
 
 
 def test_too_narrow_a_backbone_is_refused_before_training() -> None:
-    with pytest.raises(ConfigError, match="at least 10 wide"):
+    with pytest.raises(ConfigError, match="width 10 or more"):
         run(nca(model__channels=(4, 8)))
 
 
@@ -259,9 +259,9 @@ def test_feature_vectors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["fednca-ml", "fedctran"])
 def test_every_backbone_that_gives_tokens(name: str, backbone: str) -> None:
     data = build(small(method__name=name, model__backbone=backbone, model__channels=(32, 32)))
-    method = find(name)(task_of(data))
-    images = method.task.inputs(torch.from_numpy(data.test.samples(slice(0, 3))))
+    method = build_method(task_of(data))
+    images = method.task.preprocess(torch.from_numpy(data.test.samples(slice(0, 3))))
     with torch.no_grad():
-        scores = method.predict(method.model().eval(), images)
+        scores = method.predict(method.build_model().eval(), images)
     assert scores.shape == (3, 10)
     assert (scores.std(0) > 0).all()  # it looks at the image

@@ -25,7 +25,7 @@ from builders import (
 
 from fedmll.data.federation import Federation, build
 from fedmll.models.backbones import build_backbone
-from fedmll.models.heads import Ladm, PrototypeClassifier, simplex_etf
+from fedmll.models.class_attention import Ladm, PrototypeClassifier, simplex_etf
 
 MISSING = {"annotation__kind": "missing", "annotation__missing": 3}
 CLASSES, WIDTH = 10, 12
@@ -108,7 +108,7 @@ def test_a_learned_scale_of_the_logits(federation: Federation, tmp_path: Path) -
     experiment = nca(logit_scale=7.0).changed({"training.batch_size": 500})
     with rounds_of(federation, experiment, tmp_path) as rounds:
         with watched(rounds.model.backbone) as images:
-            exchange, passes = rounds.train(rounds.engine.peers[11], rounds.model.ladm)
+            exchange, passes = rounds.train(rounds.engine.clients[11], rounds.model.ladm)
         (expected,) = losses_of(exchange, rounds, passes, images, {"logit_scale": 7.0})
     assert exchange.reply.numbers["loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -132,7 +132,7 @@ def test_the_network_is_the_one_that_the_options_describe(
     federation: Federation, option: dict[str, Any], queries: str | None, learnable: bool
 ) -> None:
     method = method_for(federation, nca(**option))
-    found = method.model().eval()
+    found = method.build_model().eval()
     etf = simplex_etf(WIDTH, CLASSES, 0)
     ladm = None
     if queries is not None:
@@ -142,7 +142,7 @@ def test_the_network_is_the_one_that_the_options_describe(
     backbone = build_backbone(method.task.experiment.model, method.task.sample_shape, 0)
     expected = PrototypeClassifier(backbone, CLASSES, etf if option.get("etf", True) else None, ladm).eval()
     expected.load_state_dict(found.state_dict())
-    images = method.task.inputs(torch.from_numpy(federation.test.samples(slice(0, 20))))
+    images = method.task.preprocess(torch.from_numpy(federation.test.samples(slice(0, 20))))
     with torch.no_grad():
         assert torch.equal(found(images), expected(images))
     assert {n for n, p in found.named_parameters()} == {n for n, p in expected.named_parameters()}
@@ -161,7 +161,7 @@ def test_lambda_of_the_paper_in_the_loss(federation: Federation, tmp_path: Path)
         for option in ({}, {"lambda_neg": 1.0}, {"lambda_neg": 0.01}):
             experiment = nca(**option).changed({"data.name": name})
             with rounds_of(federation, experiment, tmp_path / f"{name}{option}") as rounds:
-                exchange, _ = rounds.train(rounds.engine.peers[0])
+                exchange, _ = rounds.train(rounds.engine.clients[0])
             losses[name, str(option)] = exchange.reply.numbers["loss"]
     assert losses["ml-cifar10", "{}"] == losses["ml-cifar10", "{'lambda_neg': 1.0}"]
     assert losses["ml-digits", "{}"] == losses["ml-digits", "{'lambda_neg': 0.01}"]

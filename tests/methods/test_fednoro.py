@@ -10,7 +10,7 @@ from scipy.special import expit
 from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, logits_of
 
 from fedmll import run
-from fedmll.testing import experiment, loss_of, work_of
+from fedmll.testing import compute_loss, experiment, start_round
 
 ODDS = np.log(np.array([2 / 5, 1 / 12, 2 / 5]) / (1 - np.array([2 / 5, 1 / 12, 2 / 5])))  # of what is known
 
@@ -19,41 +19,41 @@ ODDS = np.log(np.array([2 / 5, 1 / 12, 2 / 5]) / (1 - np.array([2 / 5, 1 / 12, 2
 @pytest.mark.parametrize("adjusted", [True, False])
 @pytest.mark.parametrize("distilled", [True, False])
 def test_the_loss(round: int, adjusted: bool, distilled: bool) -> None:
-    learner, client = learner_for(
+    trainer, client = learner_for(
         "fednoro", client=LABELS, round=round, logit_adjustment=adjusted, distillation=distilled, temperature=0.5
     )
-    teacher = expit(logits_of(learner, client) / 0.5)
-    work = work_of(learner, client)
+    teacher = expit(logits_of(trainer, client) / 0.5)
+    client_round = start_round(trainer, client)
     with torch.no_grad():
-        learner.weights.vector.add_(0.1)  # the student leaves the teacher
+        trainer.weights.vector.add_(0.1)  # the student leaves the teacher
     rows, z = batch_of(client)
     labels = LABELS[rows]
     known, moved = labels >= 0, z + ODDS if adjusted else z
     bce = np.where(labels == 1, np.logaddexp(0, -moved), np.logaddexp(0, moved))[known].mean()
     w = 0.8 * np.exp(-5 * (1 - round / 9) ** 2) if distilled else 0.0
     expected = (1 - w) * bce + w * ((expit(z) - teacher[rows]) ** 2)[~known].mean()
-    assert loss_of(learner, work).item() == pytest.approx(expected, rel=1e-5)
+    assert compute_loss(trainer, client_round).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_schedule_by_hand() -> None:
     """0.8 exp(−5) … 0.8 exp(−5/4) in the middle … 0.8 at the end."""
     shares = []
     for round in (1, 10, 20):
-        learner, client = learner_for("fednoro", client=LABELS, round=round, rounds=20)
-        shares.append(work_of(learner, client).fixed["noise-robust"].share)
+        trainer, client = learner_for("fednoro", client=LABELS, round=round, rounds=20)
+        shares.append(start_round(trainer, client).round_states["noise-robust"].share)
     assert shares == pytest.approx([0.8 * np.exp(-5 * 0.95**2), 0.8 * 0.28650480, 0.8])
 
 
 def test_the_largest_share_is_an_option() -> None:
-    learner, client = learner_for("fednoro", client=LABELS, round=9, strength=0.25)
-    assert work_of(learner, client).fixed["noise-robust"].share == pytest.approx(0.25)
+    trainer, client = learner_for("fednoro", client=LABELS, round=9, strength=0.25)
+    assert start_round(trainer, client).round_states["noise-robust"].share == pytest.approx(0.25)
 
 
 def test_positives_count_more_where_the_loss_is_weighted() -> None:
     found = []
     for loss in ("bce", "weighted"):
-        learner, client = learner_for("fednoro", client=LABELS, training={"loss": loss})
-        found.append(loss_of(learner, work_of(learner, client)).item())
+        trainer, client = learner_for("fednoro", client=LABELS, training={"loss": loss})
+        found.append(compute_loss(trainer, start_round(trainer, client)).item())
     assert found[0] < found[1]
 
 

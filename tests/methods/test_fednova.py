@@ -9,11 +9,11 @@ import torch
 from conftest import small
 
 from fedmll import run
-from fedmll.errors import ConfigError
-from fedmll.message import Message
+from fedmll.config.settings import TrainingSettings
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
 from fedmll.methods.fednova import accumulated
-from fedmll.settings import Training
-from fedmll.testing import client_of, learner_of, merge, peer_of
+from fedmll.testing import aggregate, make_client, make_client_info, make_trainer
 
 FEW = {"data__limit": 96, "partition__clients": 3, "training__rounds": 1}
 SGD = {"method__name": "fednova", "training__optimizer": "sgd", "training__lr": 0.1}
@@ -33,24 +33,24 @@ def test_a_is_how_far_sgd_goes(momentum: float, steps: int) -> None:
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("samples", [1, 2, 4, 5, 6, 8, 9, 12, 13])
 def test_steps_follow_from_the_samples(samples: int, size: int) -> None:
-    learner = learner_of(small(**SGD, training__batch_size=size, training__local_epochs=3))
-    batches = list(client_of(learner, np.zeros((samples, 3))).batches())
-    assert 3 * learner.task.experiment.training.batches(samples) == len(batches)
-    assert learner.method.mean.steps(samples) == len(batches)
+    trainer = make_trainer(small(**SGD, training__batch_size=size, training__local_epochs=3))
+    batches = list(make_client(trainer, np.zeros((samples, 3))).batches())
+    assert 3 * trainer.task.experiment.training.batches(samples) == len(batches)
+    assert trainer.method.average_part.steps(samples) == len(batches)
     assert all(len(batch) > 1 for batch in batches) or samples == 1 or size == 1
     assert sum(map(len, batches)) == 3 * samples
 
 
 def test_batches_of_a_number_that_is_no_count() -> None:
-    assert Training(batch_size=4).batches(0.5) == 1
-    assert Training(batch_size=4).batches(1e15) == 25 * 10**13
+    assert TrainingSettings(batch_size=4).batches(0.5) == 1
+    assert TrainingSettings(batch_size=4).batches(1e15) == 25 * 10**13
 
 
 @pytest.mark.parametrize("weights", ["size", "equal"])
 def test_a_round_is_the_papers(weights: str) -> None:
     """w_g − (Σ p_i a_i) Σ p_i (w_g − w_i)/a_i in float64; buffers and counters as FedAvg's."""
-    learner = learner_of(small(**SGD, training__momentum=0.5, training__local_epochs=2, method__weights=weights))
-    state, end = learner.method.start(), learner.weights.parameter_end
+    trainer = make_trainer(small(**SGD, training__momentum=0.5, training__local_epochs=2, method__weighting=weights))
+    state, end = trainer.method.initial_state(), trainer.weights.parameter_end
     assert end < len(state["weights"])  # there are running statistics
     rng, sizes, steps = np.random.default_rng(0), np.array([16, 48, 33]), (2, 6, 4)
     models = rng.normal(size=(3, len(state["weights"]))).astype(np.float32)
@@ -59,7 +59,9 @@ def test_a_round_is_the_papers(weights: str) -> None:
         Message({"weights": torch.from_numpy(w), "counters": torch.tensor([n])}, {"samples": float(n)})
         for w, n in zip(models, sizes, strict=True)
     ]
-    after, records = merge(learner.method, state, [(peer_of(k, 3), reply) for k, reply in enumerate(replies)], 1)
+    after, records = aggregate(
+        trainer.method, state, [(make_client_info(k, 3), reply) for k, reply in enumerate(replies)], 1
+    )
     p = sizes / sizes.sum() if weights == "size" else np.full(3, 1 / 3)
     a = np.array([(t - 0.5 * (1 - 0.5**t) / 0.5) / 0.5 for t in steps])
     start = state["weights"].double().numpy()
@@ -76,11 +78,11 @@ def test_on_quadratics_fedavg_ends_elsewhere_and_fednova_at_the_optimum() -> Non
     equal, by_size = np.full(3, 1 / 3), np.array(quadratics.SIZES) / sum(quadratics.SIZES)
     for shares, weights in ((equal, "equal"), (by_size, "size")):
         best = quadratics.optimum(shares)
-        found = quadratics.settled(quadratics.learner([], "normalised", 3.0), 25, weights)
+        found = quadratics.settled(quadratics.trainer([], "normalised", 3.0), 25, weights)
         np.testing.assert_allclose(found, quadratics.resting(shares, 3.0, normalised=True), atol=0.01)
         np.testing.assert_allclose(quadratics.resting(shares, 1e-4, normalised=True), best, atol=1e-3)
         assert np.abs(quadratics.resting(shares, 1e-4, normalised=False) - best).max() > 0.4
-    biased = quadratics.settled(quadratics.learner([], "mean", 3.0), 35, "equal")
+    biased = quadratics.settled(quadratics.trainer([], "mean", 3.0), 35, "equal")
     np.testing.assert_allclose(biased, quadratics.resting(equal, 3.0, normalised=False), atol=0.01)
 
 

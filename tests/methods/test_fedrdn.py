@@ -11,19 +11,20 @@ import torch
 from conftest import small
 
 from fedmll import load_run, run
-from fedmll.client import Step
-from fedmll.engines.learner import Learner
-from fedmll.errors import ConfigError
-from fedmll.message import Message
-from fedmll.testing import client_of, learner_of, merge, peer_of, step_of, work_of
+from fedmll.core.errors import ConfigError, ReplyRejected
+from fedmll.core.message import Message
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import TrainStep
+from fedmll.methods.fedrdn import RandomNormalisation
+from fedmll.testing import aggregate, experiment, first_step, make_client, make_client_info, make_trainer, start_round
 
 PART = "random-normalisation"
 POOL, MEAN, STATISTICS = f"{PART}/pool", f"{PART}/mean", f"{PART}/statistics"
 LABELS = np.random.default_rng(0).integers(0, 2, (70, 3))
 
 
-def made(**changes: Any) -> Learner:
-    return learner_of(small(method__name="fedrdn", **changes), shape=(3, 8, 8), clients=4)
+def made(**changes: Any) -> Trainer:
+    return make_trainer(small(method__name="fedrdn", **changes), shape=(3, 8, 8), clients=4)
 
 
 def statistics(pixels: np.ndarray) -> np.ndarray:
@@ -33,22 +34,22 @@ def statistics(pixels: np.ndarray) -> np.ndarray:
 
 
 def test_the_opening_exchange_pools_numpys_statistics() -> None:
-    learner = made()
-    state, replies = learner.method.start(), []
+    trainer = made()
+    state, replies = trainer.method.initial_state(), []
     for index in (2, 0, 3):  # the order of replies is not that of the clients; one did not reply
-        client = client_of(learner, LABELS[: 20 + 16 * index], round=0, seed=index)
-        sent = learner.method.send(state, peer_of(index, 3), 0)
-        replies.append((peer_of(index, 3), learner.train(client, sent, {})))
-        assert learner.method.refuse(sent, replies[-1][1], 0) is None
+        client = make_client(trainer, LABELS[: 20 + 16 * index], round=0, seed=index)
+        sent = trainer.method.send(state, make_client_info(index, 3), 0)
+        replies.append((make_client_info(index, 3), trainer.train(client, sent, {})))
+        assert trainer.method.find_problem(sent, replies[-1][1], 0) is None
         np.testing.assert_allclose(replies[-1][1][STATISTICS], statistics(client.data.samples(slice(None))), atol=1e-6)
-    after, _ = merge(learner.method, state, replies, 0)
+    after, _ = aggregate(trainer.method, state, replies, 0)
     by_index = {peer.index: reply[STATISTICS] for peer, reply in replies}
     assert torch.equal(after[POOL], torch.stack([by_index[0], by_index[2], by_index[3]]))
     torch.testing.assert_close(after[MEAN], after[POOL].mean(0))
     assert torch.equal(after["weights"], state["weights"])
-    deployed = learner.method.deploy(after).tensors
+    deployed = trainer.method.final_model(after).tensors
     assert torch.equal(deployed[MEAN], after[MEAN]) and POOL not in deployed
-    assert set(learner.method.send(after, peer_of(0, 3), 1).tensors) == {"weights", "counters", POOL, MEAN}
+    assert set(trainer.method.send(after, make_client_info(0, 3), 1).tensors) == {"weights", "counters", POOL, MEAN}
 
 
 def pool(*pairs: tuple[float, float]) -> torch.Tensor:
@@ -56,13 +57,13 @@ def pool(*pairs: tuple[float, float]) -> torch.Tensor:
 
 
 def test_a_batch_is_normalised_with_a_mean_and_a_deviation_of_the_pool() -> None:
-    learner = made()
+    trainer = made()
     means, deviations = (0.1, 0.3, 0.7), (0.2, 0.4, 0.8)
     found = set()
-    tensors = learner.method.start() | {POOL: pool(*zip(means, deviations, strict=True))}
+    tensors = trainer.method.initial_state() | {POOL: pool(*zip(means, deviations, strict=True))}
     for round in range(1, 40):
-        client = client_of(learner, LABELS[:4], round=round)
-        step = step_of(learner, work_of(learner, client, Message(tensors)))
+        client = make_client(trainer, LABELS[:4], round=round)
+        step = first_step(trainer, start_round(trainer, client, Message(tensors)))
         unit = client.data.samples(step.rows.numpy()).astype(np.float32) / 255
         fitting = [
             (mean, deviation)
@@ -76,54 +77,56 @@ def test_a_batch_is_normalised_with_a_mean_and_a_deviation_of_the_pool() -> None
 
 
 def test_draws_differ_from_batch_to_batch() -> None:
-    learner = made()
-    tensors = learner.method.start() | {POOL: pool((0.1, 0.2), (0.5, 0.9))}
-    work = work_of(learner, client_of(learner, LABELS), Message(tensors))
-    part = next(part for part in learner.method.list if part.name == PART)
+    trainer = made()
+    tensors = trainer.method.initial_state() | {POOL: pool((0.1, 0.2), (0.5, 0.9))}
+    client_round = start_round(trainer, make_client(trainer, LABELS), Message(tensors))
+    part = next(part for part in trainer.method.active_parts if part.name == PART)
     seen = set()
-    for batch in [*work.client.batches()] * 4:
-        step = Step(work, batch)
+    for batch in [*client_round.client.batches()] * 4:
+        step = TrainStep(client_round, batch)
         plain = step.images.clone()
-        part.shape(step, work.fixed[PART])
+        part.transform_batch(step, client_round.round_states[PART])
         seen.add(round((step.images.std() / plain.std()).item(), 3))
     assert len(seen) == 2
 
 
 def test_it_predicts_with_the_pools_mean_and_so_do_clients() -> None:
-    learner = made()
-    state = learner.method.start()
+    trainer = made()
+    state = trainer.method.initial_state()
     state |= {POOL: pool((0.2, 0.1), (0.4, 0.3)), MEAN: pool((0.3, 0.25))[0]}
-    client = client_of(learner, LABELS[:6])
-    learner.receive(learner.method.deploy(state))
+    client = make_client(trainer, LABELS[:6])
+    trainer.receive(trainer.method.final_model(state))
     unit = torch.from_numpy(client.data.samples(slice(None))).float() / 255
-    learner.model.eval()
+    trainer.model.eval()
     with torch.no_grad():
-        expected = torch.sigmoid(learner.model((unit - 0.3) / 0.25))
-    torch.testing.assert_close(learner.predict(client.data, 0, 6), expected, atol=1e-5, rtol=1e-4)
-    work = work_of(learner, client, learner.method.send(state, peer_of(0, 3), 1))
-    work.seeing = learner.method.overriding("inputs")
-    torch.testing.assert_close(work.look().probabilities, expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(work.look(features=True).probabilities, expected, atol=1e-5, rtol=1e-4)
+        expected = torch.sigmoid(trainer.model((unit - 0.3) / 0.25))
+    torch.testing.assert_close(trainer.predict(client.data, 0, 6), expected, atol=1e-5, rtol=1e-4)
+    client_round = start_round(trainer, client, trainer.method.send(state, make_client_info(0, 3), 1))
+    client_round.image_transforms = trainer.method.parts_with("transform_images")
+    torch.testing.assert_close(client_round.outputs().probabilities, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(client_round.outputs(features=True).probabilities, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_images_of_one_colour_are_no_division_by_zero() -> None:
-    learner = made()
-    tensors = learner.method.start() | {POOL: pool((0.5, 0.0))}
-    step = step_of(learner, work_of(learner, client_of(learner, LABELS[:4]), Message(tensors)))
+    trainer = made()
+    tensors = trainer.method.initial_state() | {POOL: pool((0.5, 0.0))}
+    step = first_step(trainer, start_round(trainer, make_client(trainer, LABELS[:4]), Message(tensors)))
     assert torch.isfinite(step.images).all() and step.images.abs().max() <= 0.5 / 1e-3 + 1
 
 
 @pytest.mark.parametrize("pixels", [{}, {"model__pixel_mean": (0.4, 0.5, 0.6), "model__pixel_std": (0.2, 0.3, 0.4)}])
 def test_with_the_tasks_own_pair_alone_it_is_fedavg_bit_for_bit(pixels: dict[str, Any]) -> None:
-    learner = made(**pixels)
-    plain = learner_of(small(**pixels), shape=(3, 8, 8), clients=4)
-    state = learner.method.start()
+    trainer = made(**pixels)
+    plain = make_trainer(small(**pixels), shape=(3, 8, 8), clients=4)
+    state = trainer.method.initial_state()
     assert state[POOL].shape == (1, 2, 3) and torch.equal(state[POOL][0], state[MEAN])
-    sent = learner.method.send(state, peer_of(0, 3), 1)
-    reply = learner.train(client_of(learner, LABELS), sent, {})
-    other = plain.train(client_of(plain, LABELS), plain.method.send(plain.method.start(), peer_of(0, 3), 1), {})
+    sent = trainer.method.send(state, make_client_info(0, 3), 1)
+    reply = trainer.train(make_client(trainer, LABELS), sent, {})
+    other = plain.train(
+        make_client(plain, LABELS), plain.method.send(plain.method.initial_state(), make_client_info(0, 3), 1), {}
+    )
     assert torch.equal(reply["weights"], other["weights"])
-    assert learner.method.refuse(sent, reply, 1) is None
+    assert trainer.method.find_problem(sent, reply, 1) is None
 
 
 def test_a_saved_model_predicts_as_it_did(tmp_path: Path) -> None:
@@ -134,23 +137,23 @@ def test_a_saved_model_predicts_as_it_did(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, *result.summary["sample_shape"]), dtype=np.uint8)
     loaded = load_run(tmp_path / "run")
     mean, deviation = result.weights[MEAN]
-    model = loaded.learner.model.eval()
+    model = loaded.trainer.model.eval()
     with torch.no_grad():
         expected = torch.sigmoid(model((torch.from_numpy(images).float() / 255 - mean) / deviation))
     np.testing.assert_allclose(loaded.predict(images), expected.numpy(), atol=1e-5)
     with torch.no_grad():
-        plain = torch.sigmoid(model(loaded.learner.task.inputs(torch.from_numpy(images))))
+        plain = torch.sigmoid(model(loaded.trainer.task.preprocess(torch.from_numpy(images))))
     assert not np.allclose(loaded.predict(images), plain.numpy(), atol=1e-4)
 
 
 def test_strange_statistics_are_refused() -> None:
-    learner = made()
-    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 0)
-    reply = learner.train(client_of(learner, LABELS, round=0), sent, {})
+    trainer = made()
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 0)
+    reply = trainer.train(make_client(trainer, LABELS, round=0), sent, {})
     for value, good in ((0.0, True), (1.0, True), (-0.01, False), (1.01, False)):
         other = Message({STATISTICS: torch.full((2, 3), value)}, reply.numbers)
-        assert (learner.method.refuse(sent, other, 0) is None) == good
-    assert "(3, 2)" in str(learner.method.refuse(sent, Message({STATISTICS: torch.ones(3, 2)}, reply.numbers), 0))
+        assert (trainer.method.find_problem(sent, other, 0) is None) == good
+    assert "(3, 2)" in str(trainer.method.find_problem(sent, Message({STATISTICS: torch.ones(3, 2)}, reply.numbers), 0))
 
 
 def test_what_has_no_pixels_is_refused() -> None:
@@ -159,5 +162,16 @@ def test_what_has_no_pixels_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kept tokens.*model\.freeze = 'none'"):
         small(method__name="fedrdn", model__freeze="backbone")
     small(method__name="fedrdn", model__freeze=1)
-    with pytest.raises(ConfigError, match="which views the network sees is the job of one part alone"):
+    with pytest.raises(ConfigError, match="decides the views of a batch that the network sees"):
         small().changed({"method": {"name": "compose", "parts": ["prior-adjusted", PART]}})
+
+
+def test_a_wrong_shape_is_not_reported_as_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of the part contains "norm": only the code of the problem decides."""
+    monkeypatch.setattr(
+        RandomNormalisation, "collect_statistics", lambda part, client_round: {"statistics": torch.ones(3, 2)}
+    )
+    with pytest.raises(ReplyRejected) as error:
+        run(experiment(method__name="fedrdn"))
+    assert "random-normalisation/statistics is torch.float32 (3, 2)" in str(error.value)
+    assert "diverged" not in str(error.value)

@@ -14,9 +14,9 @@ import torch
 from builders import Exchange, Pass, Rounds, bce, method_for, rounds_of, rows_of, sigmoid, twelve, word_vectors
 from torch import Tensor
 
-from fedmll.client import Peer
 from fedmll.data.federation import Federation, build
-from fedmll.models import text
+from fedmll.methods.client_round import ClientInfo
+from fedmll.models import label_embeddings
 from fedmll.models.backbones import build_backbone
 from fedmll.models.ctran import CTran
 
@@ -53,7 +53,7 @@ def watched_network(model: CTran) -> Iterator[list[Pass]]:
     assert not entered
 
 
-def trained(rounds: Rounds, peer: Peer) -> tuple[Exchange, list[Pass]]:
+def trained(rounds: Rounds, peer: ClientInfo) -> tuple[Exchange, list[Pass]]:
     with watched_network(rounds.model) as passes:
         exchange, _ = rounds.train(peer)
     return exchange, passes
@@ -73,7 +73,7 @@ def second_round(federations: dict[bool, Federation], tmp_path: Path) -> Iterato
         opened.append(context)
         rounds = context.__enter__()
         rounds.next()
-        largest = rounds.engine.peers[int(rounds.federation.sizes.argmax())]
+        largest = rounds.engine.clients[int(rounds.federation.sizes.argmax())]
         return *trained(rounds, largest), rounds
 
     yield train
@@ -126,9 +126,9 @@ def test_the_loss_is_of_what_the_network_was_not_told(second_round: Any, full: b
 
 def test_every_round_and_client_has_masks_of_its_own(second_round: Any) -> None:
     _, passes, rounds = second_round(**fedctran(training__rounds=3))
-    others = [trained(rounds, peer)[1][0] for peer in rounds.engine.peers[:3]]
+    others = [trained(rounds, peer)[1][0] for peer in rounds.engine.clients[:3]]
     rounds.number += 1
-    later = [trained(rounds, peer)[1][0] for peer in rounds.engine.peers[:3]]
+    later = [trained(rounds, peer)[1][0] for peer in rounds.engine.clients[:3]]
     masks = {(states_of(seen)[:6] >= 0).tobytes() for seen in [*others, *later]}
     assert len(masks) == 6
     assert all(seen.training for seen in passes)  # without CA-MLE nobody looks at the data first
@@ -211,9 +211,9 @@ def test_the_network_is_the_one_that_the_options_describe(
     method = method_for(federations[True], experiment)
     described = {"layers": 3, "heads": 4, "dropout": 0.1} | options
     backbone = build_backbone(experiment.model, method.task.sample_shape, 0)
-    found, expected = method.model(), CTran(backbone, 10, None, **described)
+    found, expected = method.build_model(), CTran(backbone, 10, None, **described)
     expected.load_state_dict(found.state_dict())
-    images = method.task.inputs(torch.from_numpy(federations[True].test.samples(slice(0, 20))))
+    images = method.task.preprocess(torch.from_numpy(federations[True].test.samples(slice(0, 20))))
     outputs = []
     for training in (False, True):
         for model in (found, expected):
@@ -234,10 +234,10 @@ def test_frozen_label_embeddings_are_those_of_the_options(
         method__name="fedlgt", method__encoder=encoder, method__prompt=prompt, method__fine=fine,
         method__fine_names=str(tmp_path / "fine.json"), seed=3,
     )  # fmt: skip
-    model = method_for(federations[True], experiment).model()
+    model = method_for(federations[True], experiment).build_model()
     classes = federations[True].train.classes
-    expected = text.label_embeddings(encoder, classes, prompt, 8, 3, names, average)
-    other = text.label_embeddings(encoder, classes, prompt, 8, 3, names, not average)
+    expected = label_embeddings.label_embeddings(encoder, classes, prompt, 8, 3, names, average)
+    other = label_embeddings.label_embeddings(encoder, classes, prompt, 8, 3, names, not average)
     assert torch.equal(model.labels, expected.labels)
     assert torch.equal(model.states, expected.states)
     assert not torch.equal(expected.labels, other.labels)

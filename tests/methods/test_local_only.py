@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fedmll import load_run, resume, run
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
 from fedmll.data import federation
-from fedmll.engines.learner import Learner
-from fedmll.errors import ConfigError
+from fedmll.engines.trainer import Trainer
 from fedmll.evaluation import metrics
-from fedmll.message import Message
-from fedmll.task import task_of
+from fedmll.methods.task import task_of
 from fedmll.testing import experiment
 
 
@@ -23,18 +23,18 @@ def test_means_are_over_the_clients_own_models(tmp_path: Path) -> None:
     made = experiment(method__name="local-only", training__rounds=3)
     data = federation.build(made)
     result = run(made, tmp_path / "run", prepared=data)
-    learner = Learner(task_of(data))
-    scores, tests, own = learner.predict, [], []
-    for peer in learner.peers(data):
+    trainer = Trainer(task_of(data))
+    scores, tests, own = trainer.predict, [], []
+    for peer in trainer.client_infos(data):
         memory: dict[str, torch.Tensor] = {}
         for number in (1, 2, 3):
-            reply = learner.train(learner.client(data, peer, number), Message(), memory)
+            reply = trainer.train(trainer.client_in_round(data, peer, number), Message(), memory)
         assert not reply.tensors
-        learner.receive(Message({key.removeprefix("alone/"): tensor for key, tensor in memory.items()}))
+        trainer.receive(Message({key.removeprefix("alone/"): tensor for key, tensor in memory.items()}))
         tests.append(
             metrics.evaluate(scores(data.test, 0, len(data.test)).numpy(), data.test.labels, data.test.classes)
         )
-        held = data.held_out.subset(np.flatnonzero(data.held_out_owner == peer.index))
+        held = data.held_out.subset(np.flatnonzero(data.held_out_owners == peer.index))
         own.append(metrics.evaluate(scores(held, 0, len(held)).numpy(), held.labels, held.classes).values["macro_auc"])
     assert result.metrics["map"] == pytest.approx(np.mean([found.values["map"] for found in tests]))
     np.testing.assert_allclose(result.per_class["ap"], np.nanmean([found.per_class["ap"] for found in tests], axis=0))
@@ -62,5 +62,7 @@ def test_a_single_client_alone_is_the_federation_of_one() -> None:
 
 
 def test_a_fusion_alone() -> None:
-    made = experiment().changed({"method": {"name": "compose", "parts": ["absent"], "average": "alone"}})
+    made = experiment().changed(
+        {"method": {"name": "compose", "parts": ["unknown-as-negative"], "average": "local-models"}}
+    )
     assert np.isfinite(run(made).metrics["macro_auc"])

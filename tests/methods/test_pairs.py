@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from all_methods import names, settings_of
 from builders import same_bits
 from conftest import small
-from every import names, settings_of
 
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ConfigError
+from fedmll.core.registry import find as find_piece
 from fedmll.data.federation import Federation, build
-from fedmll.errors import ConfigError
-from fedmll.experiment import Experiment
 from fedmll.methods import find
-from fedmll.models.heads import PrototypeClassifier
-from fedmll.registry import find as find_piece
-from fedmll.running.loop import run
-from fedmll.testing import learner_of
+from fedmll.models.class_attention import PrototypeClassifier
+from fedmll.testing import make_trainer
+from fedmll.training.round_loop import run
 
 WORKS = None
 
@@ -32,13 +32,13 @@ class Row(NamedTuple):
     loss: str | None = WORKS
 
 
-STATES = "'label-mask' needs a head with states, which 'etf-ladm' has not"
-ROWS = "needs a head with rows, which 'etf-ladm' has not"
+STATES = "'label-mask' requires a network that can be told the states of some labels .*the head 'etf-ladm'"
+ROWS = "requires a linear classifier with one row of weights per class .*the head 'etf-ladm'"
 
 
 def taught_by(part: str) -> str:
     """The refusal of a loss that says what unknown targets teach."""
-    return f"training.loss = 'em' says what unknown targets teach, and the part '{part}' says otherwise"
+    return f"training.loss = 'em' decides what unknown targets teach, and so does the part '{part}'"
 
 
 PAIRS: dict[str, Row] = {
@@ -68,7 +68,11 @@ PAIRS: dict[str, Row] = {
     "private-fedprox": Row(etf=f"'by-label' {ROWS}"),
     "rscfed": Row(loss=taught_by("mean-teacher")),
     "scaffold": Row(),
-    "spherefed": Row(etf="needs a head with", frozen="nothing is left to train", loss="'squared-error' has its own"),
+    "spherefed": Row(
+        etf="requires features on the unit sphere",
+        frozen="nothing is left to train",
+        loss="'squared-error' has its own",
+    ),
     "surgical": Row(etf=ROWS),
 }
 
@@ -100,12 +104,10 @@ def fused(name: str) -> dict[str, Any]:
     """The method's parts and average with the ETF head, as configuration, with the options that it gives them."""
     made = small(**SETTING | settings_of(name))
     method = find(made.method.options.get("of", name))
-    options = made.method.options if method.name == name else {}
-    chosen = method.options_class(options)(**options)
-    *parts, average = [piece for piece, _ in method.pieces(chosen)][1:]
-    tables = {
-        piece.name: table.model_dump() for piece, table in method.pieces(chosen)[1:] if piece.Options.model_fields
-    }
+    config = method.configure(made.method.options if method.name == name else {})
+    components = config.components[1:]
+    *parts, average = [component for component, _ in components]
+    tables = {component.name: table.model_dump() for component, table in components if component.Options.model_fields}
     fusion = {"head": "etf-ladm", "parts": [part.name for part in parts], "average": average.name, **tables}
     training = {key: value for key, value in settings_of(name).items() if key.startswith("training__")}
     return {"method": {"name": "compose"} | fusion} | training
@@ -130,9 +132,12 @@ def test_with_the_etf_head(name: str, federation: Federation) -> None:
     if refused(row_of(name).etf, **fusion):
         return
     experiment = small(**SETTING | fusion)
-    learner = learner_of(experiment, federation.train.classes, federation.train.sample_shape, clients=4)
-    assert isinstance(learner.model, PrototypeClassifier)
-    assert {part.name for part in learner.method.list} >= {*fusion["method"]["parts"], fusion["method"]["average"]}
+    trainer = make_trainer(experiment, federation.train.classes, federation.train.sample_shape, clients=4)
+    assert isinstance(trainer.model, PrototypeClassifier)
+    assert {part.name for part in trainer.method.active_parts} >= {
+        *fusion["method"]["parts"],
+        fusion["method"]["average"],
+    }
     plain = trained(small(**SETTING, method={"name": "compose", "head": "etf-ladm"}), federation)
     result = trained(experiment, federation)
     assert same(result, plain) == (name in ("fedavg", "compose"))  # whose parts are no others
@@ -144,9 +149,9 @@ def test_with_a_frozen_backbone(name: str, federation: Federation) -> None:
     if refused(row_of(name).frozen, **changes):
         return
     experiment = small(**SETTING | changes)
-    learner = learner_of(experiment, federation.train.classes, federation.train.sample_shape, clients=4)
-    assert learner.federation(federation.of(experiment)).train.tokens is not None
-    before = learner.weights.named(learner.weights.dump())
+    trainer = make_trainer(experiment, federation.train.classes, federation.train.sample_shape, clients=4)
+    assert trainer.with_frozen_features(federation.with_experiment(experiment)).train.tokens is not None
+    before = trainer.weights.named(trainer.weights.dump())
     after, losses = trained(experiment, federation)
     assert not any(tensor.startswith("backbone.blocks") for tensor in after)  # it is no weight
     assert not same_bits(after, before) or losses[0] != losses[1]

@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from fedmll import run
-from fedmll.client import Client, Work
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ClientError
+from fedmll.core.message import Message, Tensors
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
-from fedmll.engines.learner import Learner
-from fedmll.errors import ClientError
-from fedmll.experiment import Experiment
-from fedmll.message import Message, Tensors
-from fedmll.methods.private_labels import PrivateFedAvg, Softmax
-from fedmll.task import Task, task_of
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import Client, ClientRound
+from fedmll.methods.private_labels import PrivateFedAvg, SoftmaxLoss
+from fedmll.methods.task import Task, task_of
+from fedmll.testing import client_with
 
 FEW = ("apple", "bean", "corn", "date")
 MANY = ("egg", "date", "bean", "fig", "apple", "corn", "gum")  # more classes, in another order
@@ -34,8 +35,8 @@ class FrozenEncoder(PrivateFedAvg):
 
     name: ClassVar[str] = "test-frozen-encoder"
 
-    def model(self) -> nn.Module:
-        model = super().model()
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
         model.get_submodule("backbone").requires_grad_(False)
         return model
 
@@ -65,9 +66,10 @@ def federation_of(classes: tuple[str, ...], method: dict[str, Any]) -> Federatio
     rows = (np.arange(EACH), np.arange(EACH, 2 * EACH))
     nobody = test.subset(np.arange(0))
     return Federation(
-        experiment, train=train, truth=labels[: 2 * EACH], test=test, validation=nobody, held_out=nobody,
-        held_out_owner=np.zeros(0, np.int64), names=("us", "them"), samples=rows, annotated=np.ones_like(owned),
-        allowed=owned, report={}, server=test, source=train, pooled_rows=np.arange(2 * EACH), decided={},
+        experiment=experiment, train=train, true_labels=labels[: 2 * EACH], test=test, validation=nobody,
+        held_out=nobody, held_out_owners=np.zeros(0, np.int64), names=("us", "them"), samples=rows,
+        annotated=np.ones_like(owned), allowed=owned, report={}, server=test, source=train,
+        pooled_rows=np.arange(2 * EACH), derived_settings={},
     )  # fmt: skip
 
 
@@ -75,16 +77,16 @@ def federation_of(classes: tuple[str, ...], method: dict[str, Any]) -> Federatio
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Every message to the client `us` in a run, byte by byte, and its reply."""
     messages: list[dict[str, Any]] = []
-    real = Learner.train
+    real = Trainer.train
 
-    def train(self: Learner, client: Client, message: Message, memory: Tensors) -> Message:
+    def train(self: Trainer, client: Client, message: Message, memory: Tensors) -> Message:
         reply = real(self, client, message, memory)
         if client.name == "us":
             content = {name: (t.dtype, tuple(t.shape), t.numpy().tobytes()) for name, t in message.tensors.items()}
             messages.append({"sent": (content, message.numbers), "reply": reply, "memory": memory})
         return reply
 
-    monkeypatch.setattr(Learner, "train", train)
+    monkeypatch.setattr(Trainer, "train", train)
     return messages
 
 
@@ -130,21 +132,21 @@ def test_a_client_leaves_only_what_is_its_own(seen: list[dict[str, Any]], tmp_pa
         assert set(message["reply"].numbers) == {"samples", "steps", "loss"}
         assert len(message["reply"]["weights"]) == WIDTH * HIDDEN + HIDDEN + 2 * (HIDDEN + 1)
         assert message["memory"] == {}
-    assert not list(tmp_path.glob("run/checkpoint/memory/*"))
+    assert not list(tmp_path.glob("run/checkpoint/client_state/*"))
 
 
 def narrowed(classes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Client:
     """The client as its method's parts see it."""
     caught: list[Client] = []
-    real = Softmax.prepare
+    real = SoftmaxLoss.on_round_start
 
-    def prepare(self: Softmax, work: Work) -> Any:
-        if work.client.name == "us":
-            caught.append(work.client)
-        return real(self, work)
+    def prepare(self: SoftmaxLoss, client_round: ClientRound) -> Any:
+        if client_round.client.name == "us":
+            caught.append(client_round.client)
+        return real(self, client_round)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Softmax, "prepare", prepare)
+        patch.setattr(SoftmaxLoss, "on_round_start", prepare)
         prepared = federation_of(classes, {"name": "private-fedavg"})
         run(prepared.experiment, prepared=prepared)
     return caught[-1]
@@ -163,17 +165,17 @@ def test_training_sees_two_classes_where_there_are_two(monkeypatch: pytest.Monke
 def test_a_site_that_knows_only_its_own_classes_trains_alike() -> None:
     """As in a real federation: the site's task, data and model are of its own classes, in an order of its own."""
     prepared = federation_of(MANY, {"name": "private-fedavg"})
-    everywhere = Learner(task_of(prepared))
-    peer = everywhere.peers(prepared)[0]
-    message = everywhere.method.send(everywhere.method.start(), peer, 1)
-    simulated = everywhere.client(prepared, peer, 1)
+    everywhere = Trainer(task_of(prepared))
+    peer = everywhere.client_infos(prepared)[0]
+    message = everywhere.method.send(everywhere.method.initial_state(), peer, 1)
+    simulated = everywhere.client_in_round(prepared, peer, 1)
     columns = np.array([MANY.index(name) for name in ("date", "apple")])
-    own = simulated.data.only(columns)
+    own = simulated.data.select_classes(columns)
     task = Task(prepared.experiment, own.classes, (WIDTH,), 2, torch.device("cpu"))
-    learner = Learner(task)
+    trainer = Trainer(task)
     both = torch.ones(2, dtype=torch.bool)
-    site = Client(task, "us", 1, own, both, both, learner.model, learner.weights)
-    replies = [everywhere.train(simulated, message, {}), learner.train(site, message, {})]
+    site = replace(client_with(trainer, own, name=simulated.name), annotated=both, owned=both)
+    replies = [everywhere.train(simulated, message, {}), trainer.train(site, message, {})]
     assert torch.equal(replies[0]["weights"], replies[1]["weights"])
     assert replies[0].numbers == replies[1].numbers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,31 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from fedmll import resume, run
-from fedmll.analysis import coverage
 from fedmll.cli.main import app
-from fedmll.client import Client, Peer, Step
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ClientError, ConfigError, DataError
+from fedmll.core.message import Message
+from fedmll.core.processes import single_thread
 from fedmll.data import federation
 from fedmll.data.dataset import Dataset
-from fedmll.data.images.unlabelled import read_images
-from fedmll.engines.learner import Learner
-from fedmll.errors import ClientError, ConfigError, DataError
-from fedmll.experiment import Experiment
-from fedmll.message import Message
-from fedmll.methods.parts.by_label import ByLabel
-from fedmll.methods.parts.rows import HeadRows, own_rows
-from fedmll.methods.parts.tuning import Tuning
-from fedmll.models.flat import FlatWeights
+from fedmll.data.images.unlabelled_folder import read_images
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import Client, ClientInfo, TrainStep
+from fedmll.methods.parts.central_tuning import CentralTuning
+from fedmll.methods.parts.classifier_rows import HeadRows, own_rows
+from fedmll.methods.task import Task
+from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Classifier
-from fedmll.running.folder import Row
-from fedmll.running.observers import Observer
-from fedmll.task import Task
-from fedmll.testing import merge, work_of
-from fedmll.threads import one_thread
+from fedmll.reports.figures import label_coverage
+from fedmll.runs.run_folder import MetricsRow
+from fedmll.testing import aggregate, client_with, start_round
+from fedmll.training.callbacks import Callback
 
 NAMES = ("d", "b", "a", "c")  # not in their own order
 PRIVATE = {"method__name": "private-fedavg", "data__name": "digits"}
 
 
-def make(name: str = "private-fedavg", **options: Any) -> Learner:
+def make(name: str = "private-fedavg", **options: Any) -> Trainer:
     """For 6-wide features of four classes; the encoder is one hidden layer of 5."""
     experiment = Experiment.make(
         {
@@ -55,13 +55,13 @@ def make(name: str = "private-fedavg", **options: Any) -> Learner:
     server = Dataset(
         np.random.default_rng(9).normal(size=(50, 6)).astype(np.float32), np.zeros((50, 4), np.int8), NAMES
     )
-    return Learner(Task(experiment, NAMES, (6,), 3, torch.device("cpu"), server))
+    return Trainer(Task(experiment, NAMES, (6,), 3, torch.device("cpu"), server))
 
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
     """Tiny tensors: threads would only wait for each other."""
-    with one_thread():
+    with single_thread():
         yield
 
 
@@ -69,12 +69,12 @@ def owning(*names: str) -> Tensor:
     return torch.tensor([name in names for name in NAMES])
 
 
-def narrowed(learner: Learner, labels: np.ndarray, owned: Tensor) -> Client:
+def narrowed(trainer: Trainer, labels: np.ndarray, owned: Tensor) -> Client:
     """A client with these targets, as it sees itself."""
     features = np.random.default_rng(4).normal(size=(len(labels), 6)).astype(np.float32)
     data = Dataset(features, labels.astype(np.int8), NAMES)
-    whole = Client(learner.task, "k", 1, data, owned, owned, learner.model, learner.weights)
-    return learner.method.part(ByLabel).narrow(whole)
+    whole = replace(client_with(trainer, data, name="k"), annotated=owned, owned=owned)
+    return trainer._restrict(whole)
 
 
 # Rows
@@ -86,8 +86,8 @@ def test_a_clients_own_order_is_by_name() -> None:
 
 
 def test_rows_are_taken_out_of_flat_weights_and_put_back() -> None:
-    learner = make()
-    model, weights = learner.model, learner.weights
+    trainer = make()
+    model, weights = trainer.model, trainer.weights
     head = HeadRows.of(weights)
     front, rows, back = head.split(weights.vector, 4)
     assert isinstance(model, Classifier)
@@ -98,9 +98,9 @@ def test_rows_are_taken_out_of_flat_weights_and_put_back() -> None:
 
 @pytest.mark.parametrize("name", ["private-fedavg", "private-fedprox"])
 def test_a_client_receives_the_model_that_has_its_rows_only(name: str) -> None:
-    learner = make(name)
-    full, method = learner.model, learner.method
-    message = method.send(method.start(), Peer(0, "k", owning("d", "a", "c")), 1)
+    trainer = make(name)
+    full, method = trainer.model, trainer.method
+    message = method.send(method.initial_state(), ClientInfo(0, "k", owning("d", "a", "c")), 1)
     own = Classifier(make().model.backbone, 3)
     FlatWeights(own).load(message.tensors)
     features = torch.from_numpy(np.random.default_rng(0).normal(size=(7, 6)).astype(np.float32))
@@ -110,9 +110,9 @@ def test_a_client_receives_the_model_that_has_its_rows_only(name: str) -> None:
 
 
 def test_initial_rows_depend_on_their_names_alone() -> None:
-    learner = make()
-    other = Learner(Task(learner.task.experiment, ("z", "c", "b", "y", "a", "d"), (6,), 9, torch.device("cpu")))
-    ours, theirs = learner.model.head, other.model.head
+    trainer = make()
+    other = Trainer(Task(trainer.task.experiment, ("z", "c", "b", "y", "a", "d"), (6,), 9, torch.device("cpu")))
+    ours, theirs = trainer.model.head, other.model.head
     assert torch.equal(ours.weight[[0, 1, 2, 3]], theirs.weight[[5, 2, 4, 1]])
     assert torch.equal(ours.bias[[0, 1, 2, 3]], theirs.bias[[5, 2, 4, 1]])
     bound = 5**-0.5
@@ -124,9 +124,9 @@ def test_initial_rows_depend_on_their_names_alone() -> None:
 # Aggregation
 
 
-def replies_of(learner: Learner, sets: list[tuple[str, ...]], sizes: list[int]) -> tuple[list[Any], np.ndarray]:
+def replies_of(trainer: Trainer, sets: list[tuple[str, ...]], sizes: list[int]) -> tuple[list[Any], np.ndarray]:
     """Replies with random weights; also these as full models (client, weight), NaN where a client has no row."""
-    head, rng = HeadRows.of(learner.weights), np.random.default_rng(6)
+    head, rng = HeadRows.of(trainer.weights), np.random.default_rng(6)
     replies, full = [], []
     for index, (names, size) in enumerate(zip(sets, sizes, strict=True)):
         owned = owning(*names)
@@ -135,18 +135,20 @@ def replies_of(learner: Learner, sets: list[tuple[str, ...]], sizes: list[int]) 
         everything = np.full((4, 6), np.nan)
         for row, name in zip(rows.numpy(), sorted(names), strict=True):
             everything[NAMES.index(name)] = row
-        replies.append((Peer(index, f"k{index}", owned), Message({"weights": vector}, {"samples": size, "loss": 1.0})))
+        replies.append(
+            (ClientInfo(index, f"k{index}", owned), Message({"weights": vector}, {"samples": size, "loss": 1.0}))
+        )
         full.append(head.join(front, torch.from_numpy(everything), torch.empty(0)).double().numpy())
     return replies, np.array(full)
 
 
 def test_rows_are_averaged_over_their_owners() -> None:
-    learner = make()
-    head = HeadRows.of(learner.weights)
+    trainer = make()
+    head = HeadRows.of(trainer.weights)
     sets, sizes = [("a", "b"), ("a",), ("b", "d")], [10, 30, 60]
-    replies, full = replies_of(learner, sets, sizes)
-    state = learner.method.start()
-    after, records = merge(learner.method, state, iter(replies), 1)
+    replies, full = replies_of(trainer, sets, sizes)
+    state = trainer.method.initial_state()
+    after, records = aggregate(trainer.method, state, iter(replies), 1)
     merged = after["weights"].double().numpy()
     weight = np.where(np.isnan(full), 0, np.array(sizes)[:, None])
     with np.errstate(invalid="ignore"):
@@ -161,13 +163,13 @@ def test_rows_are_averaged_over_their_owners() -> None:
 
 
 def test_with_all_rows_the_average_is_fedavgs_bit_for_bit() -> None:
-    learner = make()
-    head = HeadRows.of(learner.weights)
-    replies, _ = replies_of(learner, [("a", "b", "c", "d")] * 3, [7, 11, 13])
-    state = learner.method.start()
-    by_label = merge(learner.method, state, replies, 1)[0]["weights"]
+    trainer = make()
+    head = HeadRows.of(trainer.weights)
+    replies, _ = replies_of(trainer, [("a", "b", "c", "d")] * 3, [7, 11, 13])
+    state = trainer.method.initial_state()
+    by_label = aggregate(trainer.method, state, replies, 1)[0]["weights"]
     order = own_rows(NAMES, owning(*NAMES))
-    fedavg = merge(make("fedavg").method, state, replies, 1)[0]["weights"]  # rows in the clients' order
+    fedavg = aggregate(make("fedavg").method, state, replies, 1)[0]["weights"]  # rows in the clients' order
     _, ours, _ = head.split(by_label, 4)
     _, theirs, _ = head.split(fedavg, 4)
     assert torch.equal(ours[order], theirs)
@@ -185,59 +187,61 @@ def test_public_with_everybody_owning_everything_is_the_plain_method(private: st
 @pytest.mark.parametrize("change", [6, 12, -6])
 def test_rows_that_a_client_does_not_own_are_refused(change: int) -> None:
     method = make().method
-    sent = method.send(method.start(), Peer(0, "k", owning("a", "b")), 1)
+    sent = method.send(method.initial_state(), ClientInfo(0, "k", owning("a", "b")), 1)
     right = len(sent["weights"])
     reply = Message({"weights": torch.zeros(right + change)}, {"samples": 1.0})
-    said = str(method.refuse(sent, reply, 1))
+    said = str(method.find_problem(sent, reply, 1))
     assert f"({right + change},), not torch.float32 ({right},)" in said
     assert "its classifier has a row for each label of its own set, no more and no fewer" in said
-    assert method.refuse(sent, Message(dict(sent.tensors), {"samples": 1.0}), 1) is None
-    assert "NaN" in str(method.refuse(sent, Message({"weights": sent["weights"] * torch.nan}, {"samples": 1.0}), 1))
-    assert "lacks" in str(method.refuse(sent, Message({}), 1))
+    assert method.find_problem(sent, Message(dict(sent.tensors), {"samples": 1.0}), 1) is None
+    assert "NaN" in str(
+        method.find_problem(sent, Message({"weights": sent["weights"] * torch.nan}, {"samples": 1.0}), 1)
+    )
+    assert "lacks" in str(method.find_problem(sent, Message({}), 1))
 
 
 def test_a_client_without_a_label_of_its_own_is_named() -> None:
     with pytest.raises(ConfigError, match="k1 have no label"):
-        make().method.begin([Peer(0, "k0", owning("a")), Peer(1, "k1", owning())])
+        make().method.validate_clients([ClientInfo(0, "k0", owning("a")), ClientInfo(1, "k1", owning())])
     for count, more in ((5, ""), (6, " and 1 more"), (7, " and 2 more")):
         with pytest.raises(ConfigError, match=f"k0, k1, k2, k3, k4{more} have no label"):
-            make().method.begin([Peer(index, f"k{index}", owning()) for index in range(count)])
-    make().method.begin([Peer(0, "k0", owning("a"))])
+            make().method.validate_clients([ClientInfo(index, f"k{index}", owning()) for index in range(count)])
+    make().method.validate_clients([ClientInfo(0, "k0", owning("a"))])
 
 
 # Losses at the client
 
 
 def test_softmax_is_over_the_clients_own_classes() -> None:
-    learner = make()
+    trainer = make()
     labels = np.array([[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]])  # the third shows none of its own
-    client = narrowed(learner, labels, owning("b", "a"))
+    client = narrowed(trainer, labels, owning("b", "a"))
     assert client.data.classes == ("a", "b")
     assert client.task.classes == ("a", "b")
     assert client.model.head.out_features == 2
-    batch = next(client.scan())
+    batch = next(client.evaluation_batches())
     z = client.model(batch.images).detach().double().numpy()
     expected = -log_softmax(z, 1)[[0, 1, 3], [1, 0, 1]].mean()
-    np.testing.assert_allclose(learner.loss(Step(work_of(learner, client), batch)).item(), expected, rtol=1e-6)
+    np.testing.assert_allclose(trainer.loss(TrainStep(start_round(trainer, client), batch)).item(), expected, rtol=1e-6)
 
 
 def test_sigmoids_are_over_the_known_entries_of_the_own_classes() -> None:
-    learner = make(loss="sigmoid")
+    trainer = make(loss="sigmoid")
     labels = np.array([[1, 1, 0, 0], [0, -1, 1, 0], [0, 0, 0, 1]])
-    client = narrowed(learner, labels, owning("b", "a"))
-    batch = next(client.scan())
+    client = narrowed(trainer, labels, owning("b", "a"))
+    batch = next(client.evaluation_batches())
     z = client.model(batch.images).detach().double().numpy()
     y, known = labels[:, [2, 1]] == 1, labels[:, [2, 1]] >= 0
     entries = np.where(y, np.log1p(np.exp(-z)), np.log1p(np.exp(z)))
-    found = learner.loss(Step(work_of(learner, client), batch)).item()
+    found = trainer.loss(TrainStep(start_round(trainer, client), batch)).item()
     np.testing.assert_allclose(found, entries[known].mean(), rtol=1e-6)
 
 
 def test_softmax_with_several_labels_is_refused() -> None:
-    learner = make()
-    client = narrowed(learner, np.array([[0, 1, 1, 0]] * 3), owning("b", "a"))
+    trainer = make()
+    client = narrowed(trainer, np.array([[0, 1, 1, 0]] * 3), owning("b", "a"))
     with pytest.raises(ClientError, match="3 samples with two or more labels"):
-        work_of(learner, client)
+        start_round(trainer, client)
     with pytest.raises(ConfigError, match=r"use method\.loss = 'sigmoid'"):
         small(method__name="private-fedavg")
 
@@ -247,8 +251,8 @@ def test_softmax_with_several_labels_is_refused() -> None:
 
 def test_images_are_predicted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = Tuning.features
-    monkeypatch.setattr(Tuning, "features", lambda self, t: calls.append(1) or real(self, t))
+    real = CentralTuning.features
+    monkeypatch.setattr(CentralTuning, "features", lambda self, t: calls.append(1) or real(self, t))
     run(small(**PRIVATE, partition__server=0.2, method__tuning="mse", method__tuning_steps=30))
     assert len(calls) == 2 * (4 + 1)  # two rounds: four clients, and the merged model
     calls.clear()
@@ -291,8 +295,8 @@ def test_a_private_run_on_real_digits_learns() -> None:
 def test_the_number_of_workers_and_an_interruption_change_nothing(feedback: bool, tmp_path: Path) -> None:
     """`feedback` off keeps a second classifier in the server's state."""
 
-    class Stop(Observer):
-        def round_done(self, row: Row) -> None:
+    class Stop(Callback):
+        def on_round_end(self, row: MetricsRow) -> None:
             if row["round"] == 1:
                 raise KeyboardInterrupt
 
@@ -301,7 +305,7 @@ def test_the_number_of_workers_and_an_interruption_change_nothing(feedback: bool
     whole = run(small(**PRIVATE, **settings, **sets))
     two = small(**PRIVATE, **settings, **sets, engine__workers=2)
     with pytest.raises(KeyboardInterrupt):
-        run(two, tmp_path / "run", observer=Stop())
+        run(two, tmp_path / "run", callback=Stop())
     resumed = resume(tmp_path / "run")
     assert all(torch.equal(whole.weights[name], resumed.weights[name]) for name in whole.weights)
 
@@ -315,7 +319,7 @@ def test_coverage_before_a_run_is_what_the_run_records(tmp_path: Path) -> None:
         training__rounds=3,
     )  # fmt: skip
     divided = federation.build(experiment)
-    counts = coverage.coverage(divided, 3)
+    counts = label_coverage.compute_coverage(divided, 3)
     run(experiment, tmp_path / "run", prepared=divided)
     recorded = [load_file(file)["coverage"].tolist() for file in sorted((tmp_path / "run" / "records").iterdir())]
     assert counts.tolist() == recorded
@@ -325,9 +329,9 @@ def test_coverage_before_a_run_is_what_the_run_records(tmp_path: Path) -> None:
 
 def test_coverage_table() -> None:
     counts = np.array([[1, 0], [2, 0], [0, 3], [1, 0]])
-    _, rows = coverage.table(counts, ["x", "y"])
+    _, rows = label_coverage.coverage_table(counts, ["x", "y"])
     assert rows == [["x", "0", "1.0", "2", "1", "1"], ["y", "0", "0.8", "3", "3", "2"]]
-    assert coverage.as_csv(counts, ["x", "y"]).splitlines()[:2] == ["round,x,y", "1,1,0"]
+    assert label_coverage.coverage_csv(counts, ["x", "y"]).splitlines()[:2] == ["round,x,y", "1,1,0"]
 
 
 def test_the_commands(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedmll import run
-from fedmll.client import Batch, Peer
+from fedmll.config.experiment import Experiment
+from fedmll.core.message import Tensors
 from fedmll.data.federation import Federation, build
-from fedmll.experiment import Experiment
-from fedmll.message import Tensors
-from fedmll.models.flat import FlatWeights
+from fedmll.methods.client_round import Batch, ClientInfo
+from fedmll.models.flat_weights import FlatWeights
 
 MISSING = {"annotation__kind": "missing", "annotation__missing": 3}
 
@@ -47,7 +47,7 @@ def played(federation: Federation, tmp_path_factory: pytest.TempPathFactory) -> 
     return found
 
 
-def own(federation: Federation, peer: Peer) -> list[int]:
+def own(federation: Federation, peer: ClientInfo) -> list[int]:
     """A client's classes, sorted by their names."""
     rows = peer.owned.nonzero().flatten().tolist()
     return sorted(rows, key=lambda row: federation.train.classes[row])
@@ -127,7 +127,7 @@ def test_rows_are_averaged_over_their_owners_and_the_rest_over_all(
 ) -> None:
     """By name: encoder, BatchNorm's statistics (which lie after the head) and classifier. Rows that none of two
     clients has stay."""
-    with rounds_of(federation, twelve(method__weights=weights, participation__count=count), tmp_path) as rounds:
+    with rounds_of(federation, twelve(method__weighting=weights, participation__count=count), tmp_path) as rounds:
         rounds.next()
         second = rounds.next()
         replies = [
@@ -167,7 +167,7 @@ def features_of(rounds: Rounds, tensors: Tensors, outputs: int, mode: str = "eva
     """The server's images as a model sees them, and the logits of the model's own head on them; float64."""
     model = classifier(rounds, outputs)
     FlatWeights(model).load(tensors)
-    images = rounds.task.inputs(torch.from_numpy(rounds.federation.server.samples(slice(None))))
+    images = rounds.task.preprocess(torch.from_numpy(rounds.federation.server.samples(slice(None))))
     with torch.no_grad():
         features = model.train(mode == "train").features(images).double()
         return features, features @ model.head.weight.double().T + model.head.bias.double()
@@ -266,7 +266,7 @@ def test_without_feedback_the_tuned_classifier_predicts_and_the_untuned_one_goes
     states = [merged(method, first.before, first.exchanges, 1)[0] for method in (plain, on, off)]
     (peer,) = (e.peer for e in first.exchanges if e.peer.index == 11)
     sent = [method.send(state, peer, 2)["weights"] for method, state in zip((plain, on, off), states, strict=True)]
-    deployed = [method.deploy(state)["weights"] for method, state in zip((plain, on, off), states, strict=True)]
+    deployed = [method.final_model(state)["weights"] for method, state in zip((plain, on, off), states, strict=True)]
     assert torch.equal(sent[0], sent[2]) and not torch.equal(sent[0], sent[1])
     assert torch.equal(deployed[1], deployed[2]) and not torch.equal(deployed[0], deployed[1])
     # and again: what was tuned in one round is not what the next round's average starts from

@@ -16,13 +16,13 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.class_weight import compute_sample_weight
 
 from fedmll import compare, resume, run
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
 from fedmll.data import federation
-from fedmll.engines.learner import Learner
-from fedmll.errors import ConfigError
-from fedmll.message import Message
-from fedmll.methods.parts import ridge
-from fedmll.task import task_of
-from fedmll.testing import client_of, experiment, learner_of, merge, peer_of
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.parts import ridge_head
+from fedmll.methods.task import task_of
+from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer
 
 FROZEN: dict[str, Any] = {"method__name": "fed-ridge", "model__freeze": "backbone", "model__channels": (6, 10)}
 
@@ -52,9 +52,9 @@ def pooled(
     return np.array(rows), np.array(bias)
 
 
-def solving_of(classes: int, width: int) -> ridge.Solving:
+def solving_of(classes: int, width: int) -> ridge_head.RidgeAggregator:
     part = SimpleNamespace(model=SimpleNamespace(width=width), task=SimpleNamespace(classes=range(classes)))
-    return ridge.Solving(part)  # type: ignore[arg-type]
+    return ridge_head.RidgeAggregator(part)  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -79,10 +79,12 @@ def test_the_sums_give_the_pooled_masked_ridge(
         targets[:, 0], targets[7, 0], targets[:, -1] = 0, 1, 0
     solving = solving_of(classes, width)
     for client in rng.permutation(clients):
-        mine = owner == client
-        if mine.any():
-            sums = ridge.sums_of(torch.from_numpy(features[mine]), torch.from_numpy(targets[mine]), balanced)
-            solving.add(peer_of(int(client), classes), Message(sums, {"samples": 1.0}))
+        round_state = owner == client
+        if round_state.any():
+            sums = ridge_head.sums_of(
+                torch.from_numpy(features[round_state]), torch.from_numpy(targets[round_state]), balanced
+            )
+            solving.add(make_client_info(int(client), classes), Message(sums, {"samples": 1.0}))
     rows, used = solving.solve(strength)
     expected, bias = pooled(features, targets, strength, balanced)
     assert used == strength
@@ -96,19 +98,19 @@ def test_gcv_is_the_textbook_s() -> None:
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(40, 5)), rng.integers(0, 2, (40, 2)).astype(np.int8)
     y[:, 1] = x[:, 0] > 0
-    sums = ridge.sums_of(torch.from_numpy(x), torch.from_numpy(y))
+    sums = ridge_head.sums_of(torch.from_numpy(x), torch.from_numpy(y))
     z = StandardScaler().fit_transform(x)
     errors = []
-    for strength in ridge.GRID.tolist():
+    for strength in ridge_head.GRID.tolist():
         hat = z @ np.linalg.inv(z.T @ z + 40 * strength * np.eye(5)) @ z.T + np.ones((40, 40)) / 40
         residual = y - hat @ y
         errors.append(40 * (residual**2).sum() / (40 - np.trace(hat)) ** 2)
-    system = ridge._System(sums["gram"][0], sums["cross"], torch.from_numpy(1 / x.std(0)))
-    np.testing.assert_allclose(system.gcv(ridge.GRID).numpy(), errors, rtol=1e-9)
+    system = ridge_head._RidgeSystem(sums["gram"][0], sums["cross"], torch.from_numpy(1 / x.std(0)))
+    np.testing.assert_allclose(system.gcv(ridge_head.GRID).numpy(), errors, rtol=1e-9)
     solving = solving_of(2, 5)
-    solving.add(peer_of(0, 2), Message(sums))
+    solving.add(make_client_info(0, 2), Message(sums))
     _, chosen = solving.solve("gcv")
-    assert chosen == pytest.approx(ridge.GRID[int(np.argmin(errors))].item())
+    assert chosen == pytest.approx(ridge_head.GRID[int(np.argmin(errors))].item())
 
 
 PARTITIONS = [
@@ -134,11 +136,11 @@ def test_a_run_equals_scikit_learn_on_all_features(tmp_path: Path) -> None:
     made = experiment(**FROZEN, method__ridge=0.01, annotation__kind="missing", annotation__missing=4)
     data = federation.build(made)
     result = run(made, tmp_path / "run", prepared=data)
-    learner = Learner(task_of(data))
+    trainer = Trainer(task_of(data))
     rows = np.concatenate(data.samples)
-    learner.model.eval()
+    trainer.model.eval()
     with torch.no_grad():
-        features = learner.model.features(learner.task.seen(data.train, rows)).double().numpy()
+        features = trainer.model.features(trainer.task.model_inputs(data.train, rows)).double().numpy()
     expected, bias = pooled(features, data.train.labels[rows], 0.01)
     np.testing.assert_allclose(result.weights["head.weight"].numpy(), expected, rtol=2e-3, atol=2e-4)
     np.testing.assert_allclose(result.weights["head.bias"].numpy(), bias, rtol=2e-3, atol=2e-4)
@@ -149,7 +151,7 @@ def test_a_run_equals_scikit_learn_on_all_features(tmp_path: Path) -> None:
 
 def test_it_is_a_row_of_a_comparison(tmp_path: Path) -> None:
     base = experiment(model__freeze="backbone", model__channels=(6, 10)).changed(
-        {"method": {"name": "compose", "parts": ["known", "proximal"]}}
+        {"method": {"name": "compose", "parts": ["masked", "proximal"]}}
     )
     rows = ["fed-ridge", "fedavg:start=ridge", "compose:proximal.mu=0.5"]
     found = compare(base, rows, [0, 1], tmp_path / "table")
@@ -159,11 +161,11 @@ def test_it_is_a_row_of_a_comparison(tmp_path: Path) -> None:
 
 
 def test_replies_that_lie_are_refused() -> None:
-    learner = learner_of(experiment(**FROZEN))
-    client = client_of(learner, np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]]), round=0)
-    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 0)
-    good = learner.train(client, sent, {})
-    assert learner.method.refuse(sent, good, 0) is None
+    trainer = make_trainer(experiment(**FROZEN))
+    client = make_client(trainer, np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]]), round=0)
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 0)
+    good = trainer.train(client, sent, {})
+    assert trainer.method.find_problem(sent, good, 0) is None
     assert good["ridge/group"].tolist() == [1, 0, 1]
     for key, wrong, reason in (
         ("ridge/gram", good["ridge/gram"].repeat(4, 1, 1), "ridge/gram is"),
@@ -171,19 +173,19 @@ def test_replies_that_lie_are_refused() -> None:
         ("ridge/cross", good["ridge/cross"] * torch.inf, "NaN or infinite"),
         ("ridge/group", good["ridge/group"] + 5, "outside"),
     ):
-        assert reason in str(learner.method.refuse(sent, Message(good.tensors | {key: wrong}, good.numbers), 0))
+        assert reason in str(trainer.method.find_problem(sent, Message(good.tensors | {key: wrong}, good.numbers), 0))
 
 
 def test_who_knows_nothing_changes_nothing() -> None:
-    learner = learner_of(experiment(**FROZEN))
+    trainer = make_trainer(experiment(**FROZEN))
     known = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]])
-    state = learner.method.start()
-    sent = learner.method.send(state, peer_of(0, 3), 0)
-    one = learner.train(client_of(learner, known, round=0), sent, {})
-    nothing = learner.train(client_of(learner, np.full((1, 3), -1), round=0, seed=0), sent, {})
+    state = trainer.method.initial_state()
+    sent = trainer.method.send(state, make_client_info(0, 3), 0)
+    one = trainer.train(make_client(trainer, known, round=0), sent, {})
+    nothing = trainer.train(make_client(trainer, np.full((1, 3), -1), round=0, seed=0), sent, {})
     nothing.tensors["ridge/all"] = torch.zeros_like(nothing["ridge/all"])
-    alone, _ = merge(learner.method, state, [(peer_of(0, 3), one)], 0)
-    both, _ = merge(learner.method, state, [(peer_of(0, 3), one), (peer_of(1, 3), nothing)], 0)
+    alone, _ = aggregate(trainer.method, state, [(make_client_info(0, 3), one)], 0)
+    both, _ = aggregate(trainer.method, state, [(make_client_info(0, 3), one), (make_client_info(1, 3), nothing)], 0)
     torch.testing.assert_close(alone["weights"], both["weights"])
 
 
@@ -202,7 +204,7 @@ def test_every_method_with_a_linear_head_can_start_from_it(tmp_path: Path) -> No
         torch.testing.assert_close(
             started.weights["head.weight"], ridge_alone.weights["head.weight"], atol=1e-4, rtol=0
         )
-    with pytest.raises(ConfigError, match="'ridge' needs a head with rows, which 'ctran' has not"):
+    with pytest.raises(ConfigError, match=r"'ridge' requires a linear classifier with one row .*the head 'ctran'"):
         experiment(method__name="fedctran", method__start="ridge")
     with pytest.raises(ConfigError, match="'by-label' and 'ridge'"):
         experiment(**frozen, method__name="private-fedavg", method__loss="sigmoid", method__start="ridge")
@@ -212,19 +214,11 @@ def test_every_method_with_a_linear_head_can_start_from_it(tmp_path: Path) -> No
         resume_more(tmp_path)
 
 
-def test_sums_of_too_few_do_not_leave_a_site() -> None:
-    targets = torch.tensor([[1, 1, 0, 0], [1, 0, 0, -1], [0, 0, 0, 1], [0, 0, 0, -1]])
-    assert ridge.withheld(targets, 1).tolist() == targets.tolist()  # a simulation
-    kept = ridge.withheld(targets, 2)
-    assert kept.T.tolist() == [[1, 1, 0, 0], [-1] * 4, [0, 0, 0, 0], [-1] * 4]  # one positive; one of each
-    assert not ridge.sums_of(torch.randn(4, 3).double(), kept)["cross"][1].any()
-
-
 def test_sums_that_no_features_have_are_refused() -> None:
-    learner = learner_of(experiment(**FROZEN))
-    client = client_of(learner, np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]]), round=0)
-    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 0)
-    good = learner.train(client, sent, {})
+    trainer = make_trainer(experiment(**FROZEN))
+    client = make_client(trainer, np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]]), round=0)
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 0)
+    good = trainer.train(client, sent, {})
     for key, wrong in (
         ("ridge/gram", -good["ridge/gram"]),
         ("ridge/gram", good["ridge/gram"] * 1e18),
@@ -233,4 +227,4 @@ def test_sums_that_no_features_have_are_refused() -> None:
         ("ridge/all", good["ridge/all"] * torch.tensor([[1.0], [-1e3], [1.0]])),
         ("ridge/all", good["ridge/all"] * torch.tensor([[1.0], [1.0], [1e19]])),
     ):
-        assert learner.method.refuse(sent, Message(good.tensors | {key: wrong}, good.numbers), 0), key
+        assert trainer.method.find_problem(sent, Message(good.tensors | {key: wrong}, good.numbers), 0), key

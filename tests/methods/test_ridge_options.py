@@ -19,16 +19,16 @@ from sklearn.utils.class_weight import compute_sample_weight
 from test_ridge import FROZEN, pooled, solving_of
 
 from fedmll import load_run, resume, run
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
 from fedmll.data import federation
-from fedmll.engines.learner import Learner
-from fedmll.errors import ConfigError
-from fedmll.message import Message
-from fedmll.methods.parts import platt, ridge
-from fedmll.models.flat import frozen_sketch
-from fedmll.models.lift import Lift
-from fedmll.running.observers import Observer
-from fedmll.task import task_of
-from fedmll.testing import client_of, experiment, learner_of, merge, peer_of
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.parts import platt_calibration, ridge_head
+from fedmll.methods.task import task_of
+from fedmll.models.flat_weights import sketch_frozen_tensors
+from fedmll.models.lifted_features import Lift
+from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer
+from fedmll.training.callbacks import Callback
 
 PLATT: dict[str, Any] = FROZEN | {"method__calibrate": "platt"}
 
@@ -56,7 +56,9 @@ def fitted(z: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return float(found.x[0]), float(found.x[1])
 
 
-def newton(shares: list[tuple[np.ndarray, np.ndarray]], rounds: int = platt.ROUNDS) -> tuple[np.ndarray, list[float]]:
+def newton(
+    shares: list[tuple[np.ndarray, np.ndarray]], rounds: int = platt_calibration.ROUNDS
+) -> tuple[np.ndarray, list[float]]:
     """a and b (2, C) from clients' (z, targets), and the loss of every round."""
     targets = np.concatenate([y for _, y in shares])
     positives, negatives = (torch.from_numpy((targets == v).sum(0)).double() for v in (1, 0))
@@ -65,9 +67,12 @@ def newton(shares: list[tuple[np.ndarray, np.ndarray]], rounds: int = platt.ROUN
     state = {"tried": start[None], "best": torch.cat([start, start[:1] * 0 + torch.inf])}
     losses = []
     for _ in range(rounds):
-        total = sum(platt.sums_of(torch.from_numpy(z), torch.from_numpy(y), taught, state["tried"]) for z, y in shares)
+        total = sum(
+            platt_calibration.sums_of(torch.from_numpy(z), torch.from_numpy(y), taught, state["tried"])
+            for z, y in shares
+        )
         assert isinstance(total, torch.Tensor)
-        state = platt.better(state["tried"], state["best"], total)
+        state = platt_calibration.better(state["tried"], state["best"], total)
         losses.append(float(state["best"][2].sum()))
     return state["best"][:2].numpy(), losses
 
@@ -110,9 +115,9 @@ def test_without_platt_s_targets_it_would_be_logistic_regression() -> None:
     y = (z + rng.normal(size=z.shape) > 0.5).astype(np.int8)
     state = {"tried": torch.zeros(1, 2, 1).double(), "best": torch.tensor([[0.0], [0.0], [torch.inf]]).double()}
     plain = torch.tensor([[0.0], [1.0]]).double()
-    for _ in range(platt.ROUNDS):
-        sums = platt.sums_of(torch.from_numpy(z), torch.from_numpy(y), plain, state["tried"])
-        state = platt.better(state["tried"], state["best"], sums)
+    for _ in range(platt_calibration.ROUNDS):
+        sums = platt_calibration.sums_of(torch.from_numpy(z), torch.from_numpy(y), plain, state["tried"])
+        state = platt_calibration.better(state["tried"], state["best"], sums)
     theirs = LogisticRegression(C=1e12, tol=1e-12, max_iter=1000).fit(z, y[:, 0])
     assert state["best"][0].item() == pytest.approx(theirs.coef_.item(), abs=1e-5)
     assert state["best"][1].item() == pytest.approx(theirs.intercept_.item(), abs=1e-5)
@@ -123,7 +128,7 @@ def test_leverages_are_those_of_the_hat_matrix(balanced: bool) -> None:
     rng = np.random.default_rng(5)
     x, y = rng.normal(size=(50, 4)) * [1, 5, 0.2, 3] + 2, (rng.random((50, 1)) < 0.2).astype(np.int8)
     solving = solving_of(1, 4)
-    solving.add(peer_of(0, 1), Message(ridge.sums_of(torch.from_numpy(x), torch.from_numpy(y), balanced)))
+    solving.add(make_client_info(0, 1), Message(ridge_head.sums_of(torch.from_numpy(x), torch.from_numpy(y), balanced)))
     solving.solve(0.05)
     z, w = (x - x.mean(0)) / x.std(0), np.ones(50)
     if balanced:
@@ -136,25 +141,25 @@ def test_leverages_are_those_of_the_hat_matrix(balanced: bool) -> None:
 
 def test_a_sample_left_out() -> None:
     scores, targets = torch.tensor([[0.8], [0.3], [0.5]]).double(), torch.tensor([[1], [0], [-1]])
-    found = platt.as_left_out(scores, targets, torch.tensor([[0.5], [0.2]]).double())
+    found = platt_calibration.as_left_out(scores, targets, torch.tensor([[0.5], [0.2]]).double())
     torch.testing.assert_close(found, torch.tensor([[1 - 0.2 / 0.8], [0.3 / 0.5], [1.0]]).double())
-    extreme = platt.as_left_out(scores, targets, torch.ones(2, 1).double())
-    torch.testing.assert_close(extreme[0], torch.tensor([1 - 0.2 / platt.LEAST]).double())
+    extreme = platt_calibration.as_left_out(scores, targets, torch.ones(2, 1).double())
+    torch.testing.assert_close(extreme[0], torch.tensor([1 - 0.2 / platt_calibration.LEAST]).double())
 
 
 # ---- runs
 
 
-def seen(made: Any) -> tuple[np.ndarray, np.ndarray, Learner]:
+def seen(made: Any) -> tuple[np.ndarray, np.ndarray, Trainer]:
     """All clients' features and targets."""
     data = federation.build(made)
-    learner, rows = Learner(task_of(data)), np.concatenate(data.samples)
-    learner.model.eval()
+    trainer, rows = Trainer(task_of(data)), np.concatenate(data.samples)
+    trainer.model.eval()
     with torch.no_grad():
         return (
-            learner.model.features(learner.task.seen(data.train, rows)).double().numpy(),
+            trainer.model.features(trainer.task.model_inputs(data.train, rows)).double().numpy(),
             data.train.labels[rows],
-            learner,
+            trainer,
         )
 
 
@@ -164,16 +169,16 @@ def test_a_calibrated_run_is_scipy_s_fit_of_the_pooled_scores(tmp_path: Path, ba
         **PLATT, method__ridge=0.01, method__ridge_balanced=balanced, annotation__kind="missing", annotation__missing=4
     )
     result = run(made, tmp_path / "run")
-    assert [row["round"] for row in result.rows] == list(range(platt.ROUNDS + 1))
+    assert [row["round"] for row in result.rows] == list(range(platt_calibration.ROUNDS + 1))
     assert "loss" not in result.rows[-1]  # nobody trained
     features, targets, _ = seen(made)
     weights, bias = pooled(features, targets, 0.01, balanced)
     solving = solving_of(10, features.shape[1])
-    sums = ridge.sums_of(torch.from_numpy(features), torch.from_numpy(targets), balanced)
-    solving.add(peer_of(0, 10), Message(sums))
+    sums = ridge_head.sums_of(torch.from_numpy(features), torch.from_numpy(targets), balanced)
+    solving.add(make_client_info(0, 10), Message(sums))
     solving.solve(0.01)
     scores = torch.from_numpy((features @ weights.T + bias) / 4 + 0.5)
-    z = 4 * (platt.as_left_out(scores, torch.from_numpy(targets), solving.leverage).numpy() - 0.5)
+    z = 4 * (platt_calibration.as_left_out(scores, torch.from_numpy(targets), solving.leverage).numpy() - 0.5)
     ab = np.array([fitted(z[y >= 0, c], y[y >= 0]) for c, y in enumerate(targets.T)])
     np.testing.assert_allclose(result.weights["head.weight"].numpy(), ab[:, :1] * weights, rtol=5e-3, atol=1e-3)
     np.testing.assert_allclose(result.weights["head.bias"].numpy(), ab[:, 0] * bias + ab[:, 1], rtol=5e-3, atol=1e-3)
@@ -188,8 +193,8 @@ class Killed(Exception):
     pass
 
 
-class Killing(Observer):
-    def round_done(self, row: dict[str, Any]) -> None:
+class Killing(Callback):
+    def on_round_end(self, row: dict[str, Any]) -> None:
         if row["round"] == 4:
             raise Killed
 
@@ -201,7 +206,7 @@ def test_calibrated_is_calibrated_and_the_same_bits_on_every_way(tmp_path: Path)
     workers = run(made.changed({"engine.workers": 2}))
 
     with pytest.raises(Killed):
-        run(made, tmp_path / "two", observer=Killing())
+        run(made, tmp_path / "two", callback=Killing())
     resumed = resume(tmp_path / "two")
     for other in (workers, resumed):
         assert all(torch.equal(other.weights[name], first.weights[name]) for name in first.weights)
@@ -216,32 +221,32 @@ def test_calibrated_is_calibrated_and_the_same_bits_on_every_way(tmp_path: Path)
 
 
 def test_sums_that_lie_are_refused() -> None:
-    learner = learner_of(experiment(**PLATT))
-    method, state = learner.method, learner.method.start()
+    trainer = make_trainer(experiment(**PLATT))
+    method, state = trainer.method, trainer.method.initial_state()
     labels = np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]])
-    sent = method.send(state, peer_of(0, 3), 0)
-    opening = learner.train(client_of(learner, labels, round=0), sent, {})
-    assert "platt/sums" not in opening.tensors and method.refuse(sent, opening, 0) is None
-    state, _ = merge(method, state, [(peer_of(0, 3), opening)], 0)
-    before = method.deploy(state)["weights"]
+    sent = method.send(state, make_client_info(0, 3), 0)
+    opening = trainer.train(make_client(trainer, labels, round=0), sent, {})
+    assert "platt/sums" not in opening.tensors and method.find_problem(sent, opening, 0) is None
+    state, _ = aggregate(method, state, [(make_client_info(0, 3), opening)], 0)
+    before = method.final_model(state)["weights"]
     assert torch.equal(before, state["weights"])  # nothing is calibrated yet
-    sent = method.send(state, peer_of(0, 3), 1)
-    good = learner.train(client_of(learner, labels, round=1), sent, {})
-    assert set(good.tensors) == {"platt/sums"} and method.refuse(sent, good, 1) is None
+    sent = method.send(state, make_client_info(0, 3), 1)
+    good = trainer.train(make_client(trainer, labels, round=1), sent, {})
+    assert set(good.tensors) == {"platt/sums"} and method.find_problem(sent, good, 1) is None
     for place, value in ((0, -1.0), (3, -1.0), (5, -1.0), (4, 1e3)):
         sums = good["platt/sums"].clone()
         sums[0, place] = value
         wrong = Message({"platt/sums": sums}, good.numbers)
-        assert "no sums of a log-loss" in str(method.refuse(sent, wrong, 1))
-    state, _ = merge(method, state, [(peer_of(0, 3), good)], 1)
-    assert not torch.equal(method.deploy(state)["weights"], state["weights"])
-    assert len(state["platt/tried"]) == len(platt.STEPS)
+        assert "no sums of a log-loss" in str(method.find_problem(sent, wrong, 1))
+    state, _ = aggregate(method, state, [(make_client_info(0, 3), good)], 1)
+    assert not torch.equal(method.final_model(state)["weights"], state["weights"])
+    assert len(state["platt/tried"]) == len(platt_calibration.STEPS)
 
 
 def test_it_is_a_part_of_fusions_too() -> None:
     frozen = {key: value for key, value in FROZEN.items() if key != "method__name"}
-    made = experiment(**frozen, training__rounds=platt.ROUNDS).changed(
-        {"method": {"name": "compose", "parts": ["known", "platt"]}}
+    made = experiment(**frozen, training__rounds=platt_calibration.ROUNDS).changed(
+        {"method": {"name": "compose", "parts": ["masked", "platt"]}}
     )
     fused, own = run(made), run(experiment(**PLATT))
     torch.testing.assert_close(fused.weights["head.weight"], own.weights["head.weight"])
@@ -285,16 +290,16 @@ def test_a_lifted_run_equals_scikit_learn_and_predicts_from_its_folder(tmp_path:
     made = experiment(**FROZEN, method__ridge=0.01, method__lift=kind, method__lift_width=12, data__limit=300)
     result = run(made, tmp_path / "run")
     assert set(result.weights) == {"head.weight", "head.bias"}  # the lift is no weight
-    features, targets, learner = seen(made)
+    features, targets, trainer = seen(made)
     assert features.shape[1] == 22
-    assert any(name.startswith("lift.") for name in frozen_sketch(learner.model))  # checked when a site joins
+    assert any(name.startswith("lift.") for name in sketch_frozen_tensors(trainer.model))  # checked when a site joins
     expected, _ = pooled(features, targets, 0.01)
     np.testing.assert_allclose(result.weights["head.weight"].numpy(), expected, rtol=5e-3, atol=5e-3)
     saved = load_run(tmp_path / "run")
     data = federation.build(made)
-    learner.load(result.weights)
+    trainer.load(result.weights)
     torch.testing.assert_close(
-        torch.from_numpy(saved.predict(data.test.samples(slice(0, 9)))), learner.predict(data.test, 0, 9)
+        torch.from_numpy(saved.predict(data.test.samples(slice(0, 9)))), trainer.predict(data.test, 0, 9)
     )
 
 
@@ -308,7 +313,7 @@ def test_a_lift_helps_where_products_decide() -> None:
         f = torch.from_numpy(x).float()
         f = f if kind == "none" else Lift(kind, 8, 300, seed=0)(f)
         solving = solving_of(1, f.shape[1])
-        solving.add(peer_of(0, 1), Message(ridge.sums_of(f[:1500].double(), torch.from_numpy(y[:1500]))))
+        solving.add(make_client_info(0, 1), Message(ridge_head.sums_of(f[:1500].double(), torch.from_numpy(y[:1500]))))
         rows, _ = solving.solve("gcv")
         z = f[1500:].double() @ rows[0, :-1] + rows[0, -1]
         right[kind] = float(((z > 0).numpy() == (y[1500:, 0] == 1)).mean())

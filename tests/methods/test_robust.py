@@ -11,22 +11,22 @@ from builders import small
 from scipy.stats import trim_mean
 
 from fedmll import run
-from fedmll.client import Peer
+from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import build
-from fedmll.engines.learner import Learner
-from fedmll.message import Message, Tensors
-from fedmll.methods.parts import robust
-from fedmll.task import task_of
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.client_round import ClientInfo
+from fedmll.methods.parts import robust_average
+from fedmll.methods.task import task_of
 
 SIZES = (5, 20, 1, 9, 14)
 
 
-def learner(**changes: Any) -> Learner:
-    return Learner(task_of(build(small(**changes))))
+def trainer(**changes: Any) -> Trainer:
+    return Trainer(task_of(build(small(**changes))))
 
 
-def peer(index: int) -> Peer:
-    return Peer(index, f"c{index}", torch.ones(10, dtype=torch.bool))
+def peer(index: int) -> ClientInfo:
+    return ClientInfo(index, f"c{index}", torch.ones(10, dtype=torch.bool))
 
 
 def replies(start: np.ndarray, count: int, buffers: int, seed: int = 0) -> np.ndarray:
@@ -39,7 +39,7 @@ def replies(start: np.ndarray, count: int, buffers: int, seed: int = 0) -> np.nd
 
 
 def merged(method: Any, state: Tensors, weights: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    merging = method.merger(state, 1)
+    merging = method.aggregator(state, 1)
     for index, (values, size) in enumerate(zip(weights, SIZES, strict=False)):
         rest = {"counters": torch.full_like(state["counters"], index)} if "counters" in state else {}
         merging.add(peer(index), Message({"weights": torch.from_numpy(values.copy())} | rest, {"samples": float(size)}))
@@ -52,8 +52,8 @@ def merged(method: Any, state: Tensors, weights: np.ndarray) -> tuple[np.ndarray
 @pytest.mark.parametrize("weights", ["size", "equal"])
 @pytest.mark.parametrize("count", [1, 2, 4, 5])
 def test_clipped_mean_by_hand(weights: str, count: int) -> None:
-    here = learner(method__average="clipped-mean", method__weights=weights)
-    state = here.method.start()
+    here = trainer(method__average="clipped-mean", method__weighting=weights)
+    state = here.method.initial_state()
     start, end = state["weights"].numpy().astype(np.float64), here.weights.parameter_end
     buffers = len(start) - end
     assert buffers  # BatchNorm's
@@ -73,9 +73,9 @@ def test_clipped_mean_by_hand(weights: str, count: int) -> None:
 
 @pytest.mark.parametrize(("trim", "count"), [(0.2, 5), (0.25, 4), (0.4, 5), (0.0, 3), (0.2, 2)])
 def test_trimmed_mean_is_scipys(trim: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(robust, "BLOCK", 100)  # several blocks, the last one short
-    here = learner(method__average="trimmed-mean", method__trim=trim)
-    state = here.method.start()
+    monkeypatch.setattr(robust_average, "BLOCK", 100)  # several blocks, the last one short
+    here = trainer(method__average="trimmed-mean", method__trim=trim)
+    state = here.method.initial_state()
     sent = replies(state["weights"].numpy(), count, here.weights.buffer_count)
     found, records = merged(here.method, state, sent)
     np.testing.assert_allclose(found, trim_mean(sent.astype(np.float64), trim, axis=0), rtol=1e-6, atol=1e-7)
@@ -83,22 +83,22 @@ def test_trimmed_mean_is_scipys(trim: float, count: int, monkeypatch: pytest.Mon
 
 
 def test_of_three_one_is_trimmed_at_each_end() -> None:
-    here = learner(method__average="trimmed-mean")
-    sent = replies(here.method.start()["weights"].numpy(), 3, here.weights.buffer_count)
-    assert np.array_equal(merged(here.method, here.method.start(), sent)[0], np.median(sent, axis=0))
+    here = trainer(method__average="trimmed-mean")
+    sent = replies(here.method.initial_state()["weights"].numpy(), 3, here.weights.buffer_count)
+    assert np.array_equal(merged(here.method, here.method.initial_state(), sent)[0], np.median(sent, axis=0))
 
 
 @pytest.mark.parametrize("average", ["clipped-mean", "trimmed-mean"])
 def test_one_bad_client_cannot_steer(average: str) -> None:
     """Four honest updates of length ½ and one of length 9 the other way, by the largest client."""
-    here = learner(method__average=average)
-    state = here.method.start()
+    here = trainer(method__average=average)
+    state = here.method.initial_state()
     start, end = state["weights"].numpy(), here.weights.parameter_end
     direction = np.zeros_like(start)
     direction[:end] = 1 / np.sqrt(end)
     sent = np.stack([start + length * direction for length in (0.5, -9, 0.5, 0.45, 0.55)])
     found, _ = merged(here.method, state, sent)
-    plain, _ = merged(learner().method, state, sent)
+    plain, _ = merged(trainer().method, state, sent)
     assert (plain - start) @ direction < -3
     assert np.linalg.norm(found - start) <= 0.5
     if average == "trimmed-mean":
@@ -112,5 +112,5 @@ def test_a_run_with_it_is_the_same_with_workers(average: str) -> None:
 
 
 def test_it_can_be_composed() -> None:
-    method = {"name": "compose", "average": "trimmed-mean", "parts": ["known"], "trimmed-mean": {"trim": 0.3}}
+    method = {"name": "compose", "average": "trimmed-mean", "parts": ["masked"], "trimmed-mean": {"trim": 0.3}}
     assert run(small(method=method)).rows[-1]["trimmed"] == 2

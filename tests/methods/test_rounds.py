@@ -12,8 +12,8 @@ from builders import SGD, classifier, rounds_of, trained_by_hand, twelve
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.client import Batch
 from fedmll.data.federation import Federation, build
+from fedmll.methods.client_round import Batch
 
 MISSING = {"annotation__kind": "missing", "annotation__missing": 4}
 
@@ -66,14 +66,14 @@ LEARNED = {"method__encoder": "learned"}
     ("name", "options", "by_size"),
     [
         ("fedavg", {}, True),
-        ("fedavg", {"method__weights": "equal"}, False),
+        ("fedavg", {"method__weighting": "equal"}, False),
         ("fedavg-pl", {}, True),
         ("fedprox", {}, True),
         ("fedctran", {}, True),
-        ("fedctran", {"method__weights": "equal"}, False),
+        ("fedctran", {"method__weighting": "equal"}, False),
         ("fedlgt", LEARNED, True),
         ("fednca-ml", {"model__channels": (4, 12)}, False),
-        ("fednca-ml", {"model__channels": (4, 12), "method__weights": "size"}, True),
+        ("fednca-ml", {"model__channels": (4, 12), "method__weighting": "size"}, True),
         ("fedharmony", {}, True),  # in round 1
         ("private-fedavg", {"method__labels": "public", "method__loss": "sigmoid"}, True),
         ("private-fedprox", {"method__labels": "public", "method__loss": "sigmoid"}, True),
@@ -110,7 +110,7 @@ def test_training_sees_augmented_views_and_every_look_at_the_data_sees_it_as_it_
     experiment = twelve(method__name=name, training__augment="shift", **MISSING, **options)
     with rounds_of(federation, experiment, tmp_path) as rounds:
         rounds.next()
-        peer = rounds.engine.peers[0]
+        peer = rounds.engine.clients[0]
         originals = {image.numpy().tobytes() for image in rounds.inputs(peer)}
         _, passes = rounds.train(peer, rounds.model.backbone)
     assert any(p.training for p in passes)

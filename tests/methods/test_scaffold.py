@@ -12,10 +12,10 @@ from conftest import small
 from torch.nn import functional as F
 
 from fedmll import run
-from fedmll.engines.learner import Learner
-from fedmll.errors import ConfigError
-from fedmll.message import Message
-from fedmll.testing import client_of, learner_of, merge, peer_of
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
+from fedmll.engines.trainer import Trainer
+from fedmll.testing import aggregate, make_client, make_client_info, make_trainer
 
 SGD: dict[str, Any] = {"training__optimizer": "sgd", "training__lr": 0.1, "training__weight_decay": 0.0}
 FEW = SGD | {"data__limit": 80, "partition__clients": 2}
@@ -23,53 +23,53 @@ C, CHANGE = "control-variates/c", "control-variates/change"
 LABELS = np.random.default_rng(0).integers(0, 2, (48, 3))  # three batches
 
 
-def made(**changes: Any) -> Learner:
-    return learner_of(small(**SGD | {"method__name": "scaffold"} | changes), clients=5)
+def made(**changes: Any) -> Trainer:
+    return make_trainer(small(**SGD | {"method__name": "scaffold"} | changes), clients=5)
 
 
 def test_a_clients_round_is_the_papers() -> None:
-    learner = made()
-    end, method, generator = learner.weights.parameter_end, learner.method, torch.Generator().manual_seed(0)
+    trainer = made()
+    end, method, generator = trainer.weights.parameter_end, trainer.method, torch.Generator().manual_seed(0)
     c, own = (0.3 * torch.randn(end, generator=generator) for _ in range(2))
-    state = method.start()
+    state = method.initial_state()
     assert state[C].shape == (end,) and not state[C].any()
-    sent = method.send(state | {C: c}, peer_of(0, 3), 2)
+    sent = method.send(state | {C: c}, make_client_info(0, 3), 2)
     memory = {C: own.clone()}
-    reply = learner.train(client_of(learner, LABELS, round=2), sent, memory)
+    reply = trainer.train(make_client(trainer, LABELS, round=2), sent, memory)
 
-    learner.weights.load(state)  # the same by hand: three steps, each gradient + c − c_i
-    learner.model.train()
-    for batch in client_of(learner, LABELS, round=2).batches():
-        loss = F.binary_cross_entropy_with_logits(learner.model(batch.images), batch.targets.float())
-        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, learner.weights.parameters)])
+    trainer.weights.load(state)  # the same by hand: three steps, each gradient + c − c_i
+    trainer.model.train()
+    for batch in make_client(trainer, LABELS, round=2).batches():
+        loss = F.binary_cross_entropy_with_logits(trainer.model(batch.images), batch.targets.float())
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, trainer.weights.parameters)])
         with torch.no_grad():
-            learner.weights.parameter_vector.sub_(0.1 * (gradient + c - own))
-    after = learner.weights.parameter_vector
+            trainer.weights.parameter_vector.sub_(0.1 * (gradient + c - own))
+    after = trainer.weights.parameter_vector
     torch.testing.assert_close(reply["weights"][:end], after, atol=1e-6, rtol=1e-5)
     new = own - c + (state["weights"][:end] - after) / (3 * 0.1)
     torch.testing.assert_close(memory[C], new, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(reply[CHANGE], new - own, atol=1e-5, rtol=1e-4)
-    assert method.refuse(sent, reply, 2) is None
+    assert method.find_problem(sent, reply, 2) is None
 
 
 def test_c_follows_by_all_clients() -> None:
-    learner = made()
-    state = learner.method.start()
+    trainer = made()
+    state = trainer.method.initial_state()
     state[C] += 1
     weights = {"weights": state["weights"], "counters": state["counters"]}
     replies = [Message(weights | {CHANGE: torch.full_like(state[C], x)}, {"samples": 9.0}) for x in (2.0, 4.0)]
-    after, _ = merge(learner.method, state, [(peer_of(k, 3), reply) for k, reply in enumerate(replies)], 1)
+    after, _ = aggregate(trainer.method, state, [(make_client_info(k, 3), reply) for k, reply in enumerate(replies)], 1)
     assert after[C].dtype == torch.float32
     torch.testing.assert_close(after[C], torch.full_like(state[C], 1 + 6 / 5))  # two of five took part
     pooled = made(method__name="centralized", method__of="scaffold").method  # one client has everything
-    alone, _ = merge(pooled, state, [(peer_of(0, 3), replies[0])], 1)
+    alone, _ = aggregate(pooled, state, [(make_client_info(0, 3), replies[0])], 1)
     torch.testing.assert_close(alone[C], torch.full_like(state[C], 3.0))
 
 
 def test_on_quadratics_it_ends_at_the_optimum_whatever_the_steps() -> None:
     """Its fixed point is where Σ_i g_i = 0: every client counts alike."""
     best = quadratics.optimum(np.full(3, 1 / 3))
-    found = quadratics.settled(quadratics.learner(["control-variates"], "mean", 4.0), 30, "size")
+    found = quadratics.settled(quadratics.trainer(["control-variates"], "mean", 4.0), 30, "size")
     np.testing.assert_allclose(found, best, atol=2e-3)
     assert np.abs(quadratics.resting(np.full(3, 1 / 3), 4.0, normalised=False) - best).max() > 0.4  # FedAvg's
 
@@ -82,18 +82,18 @@ def test_with_variates_of_zero_it_is_fedavg_bit_for_bit() -> None:
 
 
 def test_variates_beyond_belief_are_refused() -> None:
-    learner = made()
-    method = learner.method
-    sent = method.send(method.start(), peer_of(0, 3), 1)
-    reply = learner.train(client_of(learner, LABELS), sent, {})
+    trainer = made()
+    method = trainer.method
+    sent = method.send(method.initial_state(), make_client_info(0, 3), 1)
+    reply = trainer.train(make_client(trainer, LABELS), sent, {})
     longest = 21 * (1 + sent["weights"].norm().item()) / 0.1
     ones = torch.ones_like(reply[CHANGE])
     for norm, c, good in ((0.99, 0.0, True), (1.01, 0.0, False), (1.01, 0.02, True), (1.03, 0.02, False)):
         believed = Message(sent.tensors | {C: ones * (c * longest / ones.norm())})
         other = Message(reply.tensors | {CHANGE: ones * (norm * longest / ones.norm())}, reply.numbers)
-        assert (method.refuse(believed, other, 1) is None) == good
+        assert (method.find_problem(believed, other, 1) is None) == good
     short = Message(reply.tensors | {CHANGE: ones[1:]}, reply.numbers)
-    assert CHANGE in str(method.refuse(sent, short, 1))
+    assert CHANGE in str(method.find_problem(sent, short, 1))
 
 
 def test_other_optimisers_and_models_of_its_own_are_refused() -> None:
@@ -104,10 +104,12 @@ def test_other_optimisers_and_models_of_its_own_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"that of {word} is.*optimizer = 'sgd'.*training\.momentum = 0"):
             small(**SGD | {"method__name": "scaffold"} | change)
-    fusion = {"method.name": "compose", "method.parts": ["known", "control-variates"]}
+    fusion = {"method.name": "compose", "method.parts": ["masked", "control-variates"]}
     plain = small(**SGD)
     plain.changed(fusion)
-    with pytest.raises(ConfigError, match=r"'alone' and 'control-variates' cannot work together.*a common one"):
-        plain.changed(fusion | {"method.average": "alone"})
+    with pytest.raises(
+        ConfigError, match=r"'local-models' and 'control-variates' cannot work together.*no global model"
+    ):
+        plain.changed(fusion | {"method.average": "local-models"})
     with pytest.raises(ConfigError, match="'by-label' and 'control-variates' cannot work together"):
         plain.changed(fusion | {"method.average": "by-label"})

@@ -11,12 +11,21 @@ import torch
 from conftest import small
 
 from fedmll import load_run, run
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
 from fedmll.data import federation
-from fedmll.engines.learner import Learner
-from fedmll.errors import ConfigError
-from fedmll.message import Message
-from fedmll.task import task_of
-from fedmll.testing import client_of, experiment, learner_of, loss_of, merge, peer_of, step_of, work_of
+from fedmll.engines.trainer import Trainer
+from fedmll.methods.task import task_of
+from fedmll.testing import (
+    aggregate,
+    compute_loss,
+    experiment,
+    first_step,
+    make_client,
+    make_client_info,
+    make_trainer,
+    start_round,
+)
 
 WIDE: dict[str, Any] = {"method__name": "spherefed", "model__channels": (8, 12)}
 FEW = {"data__limit": 80, "partition__clients": 2}
@@ -24,30 +33,32 @@ LABELS = np.array([[1, 0, -1], [0, 1, 1], [-1, -1, 0], [1, 0, 1], [0, 1, -1]])
 
 
 def test_features_are_unit_and_the_rows_orthonormal_and_fixed() -> None:
-    learner = learner_of(small(**WIDE))
-    client = client_of(learner, LABELS)
-    step = step_of(learner, work_of(learner, client))
+    trainer = make_trainer(small(**WIDE))
+    client = make_client(trainer, LABELS)
+    step = first_step(trainer, start_round(trainer, client))
     torch.testing.assert_close(step.features.norm(dim=1), torch.ones(5))
-    rows = learner.model.classifier
+    rows = trainer.model.classifier
     assert isinstance(rows, torch.Tensor)
     torch.testing.assert_close(rows @ rows.T, torch.eye(3), atol=1e-6, rtol=0)
     torch.testing.assert_close(step.logits, 4 * (step.features @ rows.T - 0.5))
-    assert torch.equal(learner_of(small(**WIDE)).model.classifier, rows)  # everybody builds the same
-    assert not torch.equal(learner_of(small(**WIDE, seed=1)).model.classifier, rows)
+    assert torch.equal(make_trainer(small(**WIDE)).model.classifier, rows)  # everybody builds the same
+    assert not torch.equal(make_trainer(small(**WIDE, seed=1)).model.classifier, rows)
     before = rows.clone()
-    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 1)
-    reply = learner.train(client, sent, {})
-    assert torch.equal(learner.weights.named(reply.tensors)["classifier"], before)
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
+    reply = trainer.train(client, sent, {})
+    assert torch.equal(trainer.weights.named(reply.tensors)["classifier"], before)
     assert not torch.equal(reply["weights"], sent["weights"])
 
 
 def test_the_loss_is_the_squared_error_of_known_scores() -> None:
-    learner = learner_of(small(**WIDE))
-    work = work_of(learner, client_of(learner, LABELS))
-    step = step_of(learner, work)
-    scores = (step.features @ learner.model.classifier.T).detach().numpy()  # type: ignore[operator]
+    trainer = make_trainer(small(**WIDE))
+    client_round = start_round(trainer, make_client(trainer, LABELS))
+    step = first_step(trainer, client_round)
+    scores = (step.features @ trainer.model.classifier.T).detach().numpy()  # type: ignore[operator]
     y = LABELS[step.rows.numpy()]
-    assert loss_of(learner, work, step).item() == pytest.approx(((scores - y) ** 2)[y >= 0].mean(), rel=1e-5)
+    assert compute_loss(trainer, client_round, step).item() == pytest.approx(
+        ((scores - y) ** 2)[y >= 0].mean(), rel=1e-5
+    )
 
 
 def least_squares(features: np.ndarray, targets: np.ndarray, eps: float) -> np.ndarray:
@@ -74,17 +85,17 @@ def test_the_closing_exchange_is_the_pooled_least_squares(eps: float, tmp_path: 
     )
     data = federation.build(made)
     result = run(made, tmp_path / "run", prepared=data)
-    learner = Learner(task_of(data))
-    learner.weights.put(result.weights)
-    learner.model.eval()
-    mine = np.concatenate(data.samples)
+    trainer = Trainer(task_of(data))
+    trainer.weights.load_named(result.weights)
+    trainer.model.eval()
+    round_state = np.concatenate(data.samples)
     with torch.no_grad():
-        features = learner.model.features(learner.task.seen(data.train, mine)).double().numpy()
-    expected = least_squares(features, data.train.labels[mine], eps)
+        features = trainer.model.features(trainer.task.model_inputs(data.train, round_state)).double().numpy()
+    expected = least_squares(features, data.train.labels[round_state], eps)
     np.testing.assert_allclose(result.weights["classifier"].numpy(), expected, rtol=1e-3, atol=1e-4 / eps * 1e-2)
     loaded = load_run(tmp_path / "run")  # a calibrated model is a model like any other
     scores = 1 / (1 + np.exp(-4 * (features @ expected.T - 0.5)))
-    np.testing.assert_allclose(loaded.predict(data.train.samples(mine)), scores, atol=2e-3)
+    np.testing.assert_allclose(loaded.predict(data.train.samples(round_state)), scores, atol=2e-3)
 
 
 def test_calibration_can_be_left_out_and_changes_the_classifier_alone() -> None:
@@ -97,33 +108,33 @@ def test_calibration_can_be_left_out_and_changes_the_classifier_alone() -> None:
 
 
 def test_a_class_that_nobody_knows_keeps_its_row() -> None:
-    learner = learner_of(small(**WIDE))
+    trainer = make_trainer(small(**WIDE))
     labels = LABELS.copy()
     labels[:, 1] = -1
-    state, number = learner.method.start(), learner.task.rounds + 1
-    sent = learner.method.send(state, peer_of(0, 3), number)
-    reply = learner.train(client_of(learner, labels, round=number), sent, {})
-    assert learner.method.refuse(sent, reply, number) is None
-    after, _ = merge(learner.method, state, [(peer_of(0, 3), reply)], number)
-    old, new = (learner.weights.named(tensors)["classifier"] for tensors in (state, after))
+    state, number = trainer.method.initial_state(), trainer.task.rounds + 1
+    sent = trainer.method.send(state, make_client_info(0, 3), number)
+    reply = trainer.train(make_client(trainer, labels, round=number), sent, {})
+    assert trainer.method.find_problem(sent, reply, number) is None
+    after, _ = aggregate(trainer.method, state, [(make_client_info(0, 3), reply)], number)
+    old, new = (trainer.weights.named(tensors)["classifier"] for tensors in (state, after))
     assert torch.equal(old[1], new[1])
     assert not torch.equal(old[0], new[0]) and not torch.equal(old[2], new[2])
     lie = Message(reply.tensors | {"calibration/gram": reply["calibration/gram"].triu()}, reply.numbers)
-    assert "not symmetric" in str(learner.method.refuse(sent, lie, number))
+    assert "not symmetric" in str(trainer.method.find_problem(sent, lie, number))
 
 
 def test_nothing_is_asked_before_the_end() -> None:
-    learner = learner_of(small(**WIDE))
-    sent = learner.method.send(learner.method.start(), peer_of(0, 3), 2)  # the last round of two
-    reply = learner.train(client_of(learner, LABELS, round=2), sent, {})
-    assert learner.method.refuse(sent, reply, 2) is None
+    trainer = make_trainer(small(**WIDE))
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 2)  # the last round of two
+    reply = trainer.train(make_client(trainer, LABELS, round=2), sent, {})
+    assert trainer.method.find_problem(sent, reply, 2) is None
     assert set(reply.tensors) == {"weights", "counters"}
-    assert learner.method.asks("closing") and not learner.method.asks("opening")
+    assert trainer.method.has_exchange("closing") and not trainer.method.has_exchange("opening")
 
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 orthonormal rows need features at least 3 wide.*gives 2"):
-        learner_of(small(method__name="spherefed", model__channels=(4, 2)))
-    assert learner_of(small(method__name="spherefed", model__channels=(4, 3))).model.width == 3
-    with pytest.raises(ConfigError, match="'calibration' needs a head with sphere, which 'linear' has not"):
-        small().changed({"method": {"name": "compose", "parts": ["known", "calibration"]}})
+        make_trainer(small(method__name="spherefed", model__channels=(4, 2)))
+    assert make_trainer(small(method__name="spherefed", model__channels=(4, 3))).model.width == 3
+    with pytest.raises(ConfigError, match="'calibration' requires features on the unit sphere"):
+        small().changed({"method": {"name": "compose", "parts": ["masked", "calibration"]}})

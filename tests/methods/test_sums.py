@@ -9,11 +9,11 @@ import pytest
 import torch
 from builders import small
 
-from fedmll.message import Message, Tensors
-from fedmll.methods.expected import refuse_classes
-from fedmll.methods.parts import platt, ridge
-from fedmll.methods.parts.sums import refuse_losses, refuse_moments
-from fedmll.testing import client_of, experiment, learner_of, peer_of
+from fedmll.core.message import Message, Tensors
+from fedmll.methods.parts import platt_calibration, ridge_head
+from fedmll.methods.parts.sum_checks import refuse_losses, refuse_moments
+from fedmll.methods.reply_spec import find_class_problem
+from fedmll.testing import experiment, make_client, make_client_info, make_trainer
 
 LABELS = np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]])
 
@@ -24,7 +24,7 @@ def sums(seed: int = 0, count: int = 30, balanced: bool = True) -> Tensors:
     features = torch.from_numpy(rng.normal(size=(count, 5)) * rng.uniform(1e-3, 1e3, 5) + rng.normal(size=5))
     targets = torch.from_numpy(rng.integers(-1, 2, (count, 4)))
     targets[:, 1] = -1
-    return ridge.sums_of(features, targets, balanced)
+    return ridge_head.sums_of(features, targets, balanced)
 
 
 @pytest.mark.parametrize("count", [1, 3, 30, 500])
@@ -78,9 +78,9 @@ def test_sums_that_no_samples_have(reason: str) -> None:
 def test_unit_features_have_a_norm() -> None:
     features = torch.nn.functional.normalize(torch.randn(20, 4, generator=torch.manual_seed(1)).double(), dim=1)
     targets = torch.ones(20, 2, dtype=torch.int8)
-    assert refuse_moments(ridge.sums_of(features, targets), 20, unit=True) is None
-    assert "larger than 1" in str(refuse_moments(ridge.sums_of(1.01 * features, targets), 20, unit=True))
-    assert refuse_moments(ridge.sums_of(1.01 * features, targets), 20) is None
+    assert refuse_moments(ridge_head.sums_of(features, targets), 20, unit=True) is None
+    assert "larger than 1" in str(refuse_moments(ridge_head.sums_of(1.01 * features, targets), 20, unit=True))
+    assert refuse_moments(ridge_head.sums_of(1.01 * features, targets), 20) is None
 
 
 # ---- Platt's
@@ -89,7 +89,7 @@ def test_unit_features_have_a_norm() -> None:
 def losses(tried: torch.Tensor, seed: int = 0) -> torch.Tensor:
     rng = np.random.default_rng(seed)
     z, targets = torch.from_numpy(rng.normal(size=(25, 3)) * 20), torch.from_numpy(rng.integers(-1, 2, (25, 3)))
-    return platt.sums_of(z, targets, torch.tensor([[0.05], [0.9]]).double().expand(2, 3), tried)
+    return platt_calibration.sums_of(z, targets, torch.tensor([[0.05], [0.9]]).double().expand(2, 3), tried)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -126,29 +126,33 @@ def test_losses_that_no_scores_have(place: int, value: float, reason: str) -> No
     ids=["fed-ridge", "spherefed"],
 )
 def test_a_made_up_reply_is_refused(settings: dict[str, object], part: str) -> None:
-    learner = learner_of((experiment if part == "ridge" else small)(**settings))
-    method, number = learner.method, 0 if part == "ridge" else learner.task.rounds + 1
-    sent = method.send(method.start(), peer_of(0, 3), number)
-    good = learner.train(client_of(learner, LABELS, round=number), sent, {})
-    assert method.refuse(sent, good, number) is None
+    trainer = make_trainer((experiment if part == "ridge" else small)(**settings))
+    method, number = trainer.method, 0 if part == "ridge" else trainer.task.rounds + 1
+    sent = method.send(method.initial_state(), make_client_info(0, 3), number)
+    good = trainer.train(make_client(trainer, LABELS, round=number), sent, {})
+    assert method.find_problem(sent, good, number) is None
     for times in (0.5, 1000.0):  # as if it had fewer, or many more samples
         lie = Message({k: t if t.dtype == torch.int64 else times * t for k, t in good.tensors.items()}, good.numbers)
-        assert f"{part}: its sums are of" in str(method.refuse(sent, lie, number))
+        assert f"{part}: its sums are of" in str(method.find_problem(sent, lie, number))
     head = good[f"{part}/cross"].clone()
     head[0, :-1] = 50 * head[0, :-1].abs() + 50
     lie = Message(good.tensors | {f"{part}/cross": head}, good.numbers)
-    assert f"{part}: the sum over a class's positives" in str(method.refuse(sent, lie, number))
-    expected, owned = method.expects(sent, number), torch.tensor([True, True, True])
-    assert refuse_classes(expected, good, owned) is None
-    assert f"{part}/group speaks of classes" in str(refuse_classes(expected, good, torch.tensor([False, True, True])))
+    assert f"{part}: the sum over a class's positives" in str(method.find_problem(sent, lie, number))
+    expected, owned = method.reply_spec(sent, number), torch.tensor([True, True, True])
+    assert find_class_problem(expected, good, owned) is None
+    assert f"{part}/group has values for classes" in str(
+        find_class_problem(expected, good, torch.tensor([False, True, True]))
+    )
 
 
 def test_votes_are_of_annotated_classes() -> None:
-    learner = learner_of(small(method__name="fedirm", method__first_stage=1))
-    expected = learner.method.expects(learner.method.send(learner.method.start(), peer_of(0, 3), 1), 1)
+    trainer = make_trainer(small(method__name="fedirm", method__first_stage=1))
+    expected = trainer.method.reply_spec(
+        trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1), 1
+    )
     owned = torch.tensor([True, False, True])
     reply = {name: torch.zeros(like.shape, dtype=like.dtype) for name, like in expected.items()}  # type: ignore[arg-type]
-    assert refuse_classes(expected, Message(reply), owned) is None
+    assert find_class_problem(expected, Message(reply), owned) is None
     reply["relation-matching/votes"] = torch.tensor([False, True, False])
-    reason = refuse_classes(expected, Message(reply), owned)
-    assert reason == "relation-matching/votes speaks of classes that it does not annotate"
+    reason = find_class_problem(expected, Message(reply), owned)
+    assert str(reason) == "relation-matching/votes has values for classes that the client does not annotate"

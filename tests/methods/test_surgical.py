@@ -8,9 +8,9 @@ import torch
 from conftest import small
 
 from fedmll import run
-from fedmll.errors import ConfigError
-from fedmll.message import Message
-from fedmll.testing import learner_of, merge, peer_of
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
+from fedmll.testing import aggregate, make_client_info, make_trainer
 
 FEW = {"data__limit": 80, "partition__clients": 2, "training__rounds": 1}
 # The clients' sizes and the classes that they annotate: class a is shared by all, b by two, c has one owner, d none.
@@ -19,15 +19,15 @@ OWNED = {0: (10.0, (0, 1)), 1: (30.0, (0,)), 2: (20.0, (0, 1, 2))}
 
 @pytest.mark.parametrize("weights", ["size", "equal"])
 def test_rows_by_hand(weights: str) -> None:
-    learner = learner_of(small(method__name="surgical", method__weights=weights), ("a", "b", "c", "d"))
-    state = learner.method.start()
-    named = learner.weights.named(state)
+    trainer = make_trainer(small(method__name="surgical", method__weighting=weights), ("a", "b", "c", "d"))
+    state = trainer.method.initial_state()
+    named = trainer.weights.named(state)
     models = {index: {name: tensor + 1.0 * (index + 1) ** 2 for name, tensor in named.items()} for index in OWNED}
     replies = []
     for index, (samples, owned) in OWNED.items():
-        learner.weights.put(models[index])
-        replies.append((peer_of(index, 4, owned), Message(learner.weights.dump(), {"samples": samples})))
-    after = learner.weights.named(merge(learner.method, state, replies, 1)[0])
+        trainer.weights.load_named(models[index])
+        replies.append((make_client_info(index, 4, owned), Message(trainer.weights.dump(), {"samples": samples})))
+    after = trainer.weights.named(aggregate(trainer.method, state, replies, 1)[0])
     share = {index: samples if weights == "size" else 1.0 for index, (samples, _) in OWNED.items()}
 
     def mean(*owners: int) -> float:
@@ -46,16 +46,16 @@ def test_rows_by_hand(weights: str) -> None:
 
 
 def test_every_client_has_and_sends_all_rows() -> None:
-    learner = learner_of(small(method__name="surgical"), ("a", "b", "c", "d"))
-    state = learner.method.start()
-    sent = learner.method.send(state, peer_of(0, 4, (1,)), 1)
+    trainer = make_trainer(small(method__name="surgical"), ("a", "b", "c", "d"))
+    state = trainer.method.initial_state()
+    sent = trainer.method.send(state, make_client_info(0, 4, (1,)), 1)
     assert torch.equal(sent["weights"], state["weights"])
-    assert learner.method.refuse(sent, Message(dict(state), {"samples": 1.0}), 1) is None
-    assert not learner.method.private
+    assert trainer.method.find_problem(sent, Message(dict(state), {"samples": 1.0}), 1) is None
+    assert not trainer.method.has("private-labels")
 
 
 def test_where_everybody_annotates_everything_it_is_fedavg_pl_bit_for_bit() -> None:
-    for changes in ({}, {"method__weights": "equal"}):
+    for changes in ({}, {"method__weighting": "equal"}):
         plain, surgical = (
             run(small(**FEW, method__name=name, **changes)).weights for name in ("fedavg-pl", "surgical")
         )
@@ -66,7 +66,7 @@ def test_where_everybody_annotates_everything_it_is_fedavg_pl_bit_for_bit() -> N
 
 
 def test_a_head_without_rows_is_refused() -> None:
-    fusion = {"method": {"name": "compose", "head": "ctran", "parts": ["known"], "average": "surgical"}}
-    with pytest.raises(ConfigError, match="'surgical' needs a head with rows"):
+    fusion = {"method": {"name": "compose", "head": "ctran", "parts": ["masked"], "average": "surgical"}}
+    with pytest.raises(ConfigError, match="'surgical' requires a linear classifier with one row"):
         small().changed(fusion)
     assert np.isfinite(run(small(**FEW).changed(fusion | {"method.head": "linear-by-name"})).metrics["macro_auc"])

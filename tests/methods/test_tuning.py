@@ -10,14 +10,14 @@ import pytest
 import torch
 from scipy.special import softmax
 
-from fedmll.methods.parts.tuning import Objective, Opinions, mse, pairwise
-from fedmll.threads import one_thread
+from fedmll.core.processes import single_thread
+from fedmll.methods.parts.central_tuning import ClientPredictions, TuningObjective, mse, pairwise
 
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
     """Tiny tensors: threads would only wait for each other."""
-    with one_thread():
+    with single_thread():
         yield
 
 
@@ -36,8 +36,8 @@ CASES = [
 
 @pytest.mark.parametrize(("loss", "scope", "absent", "expected"), CASES)
 def test_tuning_losses_worked_out_by_hand(loss: Any, scope: Any, absent: Any, expected: float) -> None:
-    opinions = Opinions.gather([P], [torch.tensor([0, 1])], 3)
-    objective = Objective(loss, True, scope, absent, 1, 1, 1.0).objective(opinions)
+    opinions = ClientPredictions.gather([P], [torch.tensor([0, 1])], 3)
+    objective = TuningObjective(loss, True, scope, absent, 1, 1, 1.0).objective(opinions)
     value = objective(H.log()[None], torch.tensor([0]))
     np.testing.assert_allclose(value.item(), expected, rtol=1e-4)
 
@@ -47,7 +47,7 @@ def test_tuning_losses_of_many_clients_against_loops() -> None:
     h = softmax(rng.normal(size=(9, 5)), 1)
     sets = [[0, 2, 3], [4, 1], [2], [0, 1, 2, 3, 4]]
     predictions = [softmax(rng.normal(size=(9, len(rows))), 1) for rows in sets]
-    opinions = Opinions.gather([torch.from_numpy(p) for p in predictions], [torch.tensor(s) for s in sets], 5)
+    opinions = ClientPredictions.gather([torch.from_numpy(p) for p in predictions], [torch.tensor(s) for s in sets], 5)
     squares = pairs = 0.0
     for p, rows in zip(predictions, sets, strict=True):
         for i, y in enumerate(rows):
@@ -60,10 +60,10 @@ def test_tuning_losses_of_many_clients_against_loops() -> None:
 
 
 def test_sigmoid_probabilities_are_not_normalised() -> None:
-    opinions = Opinions.gather([P], [torch.tensor([0, 1])], 3)
+    opinions = ClientPredictions.gather([P], [torch.tensor([0, 1])], 3)
     logits = torch.log(H / (1 - H))[None]
     for scope in ("global", "restricted"):
-        value = Objective("mse", False, scope, "omit", 1, 1, 1.0).objective(opinions)(logits, torch.tensor([0]))
+        value = TuningObjective("mse", False, scope, "omit", 1, 1, 1.0).objective(opinions)(logits, torch.tensor([0]))
         np.testing.assert_allclose(value.item(), 0.02, rtol=1e-4)
 
 
@@ -77,8 +77,8 @@ def test_a_label_that_all_clients_lack(absent: Any) -> None:
     rows = torch.cat([torch.eye(3), torch.zeros(3, 1)], 1)
     logits = features @ rows[:, :-1].T
     assert (logits.argmax(1) == truth).all()
-    opinions = Opinions.gather([torch.softmax(0.3 * logits[:, :2], 1)], [torch.tensor([0, 1])], 3)
-    tuning = Objective("pairwise", True, "global", absent, 150, 100, 0.1)
+    opinions = ClientPredictions.gather([torch.softmax(0.3 * logits[:, :2], 1)], [torch.tensor([0, 1])], 3)
+    tuning = TuningObjective("pairwise", True, "global", absent, 150, 100, 0.1)
     tuned = tuning.fit(rows, features, opinions, torch.Generator().manual_seed(1))
     found = (features @ tuned[:, :-1].T + tuned[:, -1]).argmax(1)
     right = [(found[truth == label] == label).float().mean().item() for label in range(3)]
@@ -99,9 +99,9 @@ def test_tuning_brings_the_classifier_near_its_clients(loss: Any) -> None:
     truth = torch.arange(400) % 4
     features = 2 * torch.eye(4)[truth] + 0.3 * torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
     sets = [torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3])]
-    opinions = Opinions.gather([torch.softmax(3 * features[:, s], 1) for s in sets], sets, 4)
+    opinions = ClientPredictions.gather([torch.softmax(3 * features[:, s], 1) for s in sets], sets, 4)
     rows = 0.3 * torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
-    tuning = Objective(loss, True, "restricted", "omit", 300, 128, 0.05)
+    tuning = TuningObjective(loss, True, "restricted", "omit", 300, 128, 0.05)
     tuned = tuning.fit(rows, features, opinions, torch.Generator().manual_seed(1))
     right = [((features @ r[:, :-1].T + r[:, -1]).argmax(1) == truth).float().mean().item() for r in (rows, tuned)]
     assert right[0] < 0.6
@@ -112,16 +112,16 @@ def test_tuning_brings_the_classifier_near_its_clients(loss: Any) -> None:
 def test_tuning_goes_through_all_images_before_it_starts_again(batch: int, seen: list[int]) -> None:
     """Every image is a feature of its own here, so a weight changes exactly when its image has been in a batch. With
     batches of 4 the third begins a new order (the two images that are left do not make a batch)."""
-    opinions = Opinions.gather([torch.full((10, 2), 0.5)], [torch.tensor([0, 1])], 2)
+    opinions = ClientPredictions.gather([torch.full((10, 2), 0.5)], [torch.tensor([0, 1])], 2)
     rows = torch.randn(2, 11, generator=torch.Generator().manual_seed(0))
     for steps, expected in enumerate(seen, start=1):
-        tuned = Objective("mse", True, "global", "omit", steps, batch, 0.1).fit(
+        tuned = TuningObjective("mse", True, "global", "omit", steps, batch, 0.1).fit(
             rows, torch.eye(10), opinions, torch.Generator().manual_seed(2)
         )
         changed = int((tuned != rows)[0, :-1].sum())
         assert changed == expected or (batch == 4 and steps == 3 and changed > expected)
     orders = {
-        tuple((Objective("mse", True, "global", "omit", 1, 3, 0.1)
+        tuple((TuningObjective("mse", True, "global", "omit", 1, 3, 0.1)
         .fit(rows, torch.eye(10), opinions, torch.Generator().manual_seed(seed)) != rows)[0].tolist())
         for seed in range(4)
     }  # fmt: skip
@@ -139,7 +139,7 @@ def test_a_client_that_gives_its_labels_no_chance_at_all_asks_for_nothing() -> N
 
 def test_work_in_the_servers_process_has_one_thread() -> None:
     torch.set_num_threads(2)
-    with pytest.raises(KeyError), one_thread():
+    with pytest.raises(KeyError), single_thread():
         assert torch.get_num_threads() == 1
         raise KeyError
     assert torch.get_num_threads() == 2

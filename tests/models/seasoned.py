@@ -9,6 +9,7 @@ def with_statistics(net: nn.Module) -> nn.Module:
     """BatchNorm that has seen something: at its start it is the identity in eval mode, and hides a mistake."""
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None and module.running_var is not None
             module.running_mean.normal_(0, 0.3)
             module.running_var.uniform_(0.5, 2)
             nn.init.uniform_(module.weight, 0.5, 1.5)

@@ -8,13 +8,14 @@ from seasoned import with_statistics
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedmll.errors import ConfigError
-from fedmll.experiment import Experiment, Model
+from fedmll.config.experiment import Experiment
+from fedmll.config.settings import ModelSettings
+from fedmll.core.errors import ConfigError
 from fedmll.models.backbones import build_backbone, pixel_scale
-from fedmll.models.backbones.base import normalisation
+from fedmll.models.backbones.base import build_norm
 from fedmll.models.backbones.convnet import ConvNet
 from fedmll.models.backbones.resnet import BasicBlock, ResNet18
-from fedmll.models.frozen import fit_out
+from fedmll.models.frozen_features import freeze_and_add_neck
 from fedmll.models.network import Classifier
 
 
@@ -46,7 +47,7 @@ def test_weights_file_of_torchvisions_layout_is_loaded(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "r.safetensors")
     torch.save(weights, tmp_path / "r.pth")
     for name in ("r.safetensors", "r.pth"):
-        setting = Model(backbone="resnet18", stem="imagenet", weights=tmp_path / name)
+        setting = ModelSettings(backbone="resnet18", stem="imagenet", weights=tmp_path / name)
         loaded = build_backbone(setting, (3, 112, 112), seed=0)
         assert torch.equal(loaded.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
     grey = build_backbone(setting, (1, 112, 112), seed=0)
@@ -56,28 +57,28 @@ def test_weights_file_of_torchvisions_layout_is_loaded(tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "bad.safetensors")
     with pytest.raises(ConfigError, match="does not fit this ResNet18"):
-        build_backbone(Model(backbone="resnet18", weights=tmp_path / "bad.safetensors"), (3, 32, 32), 0)
+        build_backbone(ModelSettings(backbone="resnet18", weights=tmp_path / "bad.safetensors"), (3, 32, 32), 0)
     with pytest.raises(ConfigError, match="no weights file"):
-        build_backbone(Model(backbone="resnet18", weights=tmp_path / "none.pth"), (3, 32, 32), 0)
+        build_backbone(ModelSettings(backbone="resnet18", weights=tmp_path / "none.pth"), (3, 32, 32), 0)
 
 
 def test_initial_weights_depend_on_the_seed_only() -> None:
     torch.manual_seed(1)
-    first = build_backbone(Model(backbone="convnet"), (1, 16, 16), seed=3).state_dict()
+    first = build_backbone(ModelSettings(backbone="convnet"), (1, 16, 16), seed=3).state_dict()
     torch.manual_seed(2)
-    again = build_backbone(Model(backbone="convnet"), (1, 16, 16), seed=3).state_dict()
-    other = build_backbone(Model(backbone="convnet"), (1, 16, 16), seed=4).state_dict()
+    again = build_backbone(ModelSettings(backbone="convnet"), (1, 16, 16), seed=3).state_dict()
+    other = build_backbone(ModelSettings(backbone="convnet"), (1, 16, 16), seed=4).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["blocks.0.0.weight"], other["blocks.0.0.weight"])
 
 
 def test_mlp_gives_one_token_as_a_vector() -> None:
-    net = build_backbone(Model(backbone="mlp", channels=(7, 5)), (9,), seed=0)
+    net = build_backbone(ModelSettings(backbone="mlp", channels=(7, 5)), (9,), seed=0)
     x = torch.randn(2, 9)
     classifier = Classifier(net, 4)
     assert net(x).shape == (2, 5) and classifier(x).shape == (2, 4)
     assert torch.equal(classifier.tokens(x), net(x)[:, :, None, None])
-    necked = fit_out(net, Model(backbone="mlp", channels=(7, 5), width=3, norm="group"), seed=0)
+    necked = freeze_and_add_neck(net, ModelSettings(backbone="mlp", channels=(7, 5), width=3, norm="group"), seed=0)
     assert Classifier(necked, 4)(x).shape == (2, 4) and necked.width == 3
 
 
@@ -164,9 +165,9 @@ def test_convnet_is_its_definition(size: int) -> None:
 
 
 def test_norms() -> None:
-    assert isinstance(normalisation("batch", 16), nn.BatchNorm2d)
+    assert isinstance(build_norm("batch", 16), nn.BatchNorm2d)
     for channels, groups in ((4, 4), (8, 8), (32, 8)):
-        norm = normalisation("group", channels)
+        norm = build_norm("group", channels)
         assert isinstance(norm, nn.GroupNorm)
         assert (norm.num_groups, norm.num_channels) == (groups, channels)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in ResNet18(3, 32, "auto", "group").modules())
@@ -174,7 +175,7 @@ def test_norms() -> None:
 
 def test_mlp_and_classifier_are_their_formulas() -> None:
     torch.manual_seed(0)
-    net = Classifier(build_backbone(Model(backbone="mlp", channels=(7, 5)), (9,), seed=0), 12)
+    net = Classifier(build_backbone(ModelSettings(backbone="mlp", channels=(7, 5)), (9,), seed=0), 12)
     x = np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32)
     w = {name: value.numpy() for name, value in net.state_dict().items()}
     hidden = np.maximum(x @ w["backbone.layers.0.weight"].T + w["backbone.layers.0.bias"], 0)
@@ -204,25 +205,25 @@ def test_features_are_means_over_the_tokens_and_in_eval_mode_do_not_depend_on_th
 
 def test_building_leaves_torchs_generator_alone() -> None:
     before = torch.random.get_rng_state()
-    build_backbone(Model(backbone="convnet"), (1, 16, 16), seed=3)
+    build_backbone(ModelSettings(backbone="convnet"), (1, 16, 16), seed=3)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_model_settings_reach_the_network(tmp_path: Path) -> None:
-    convnet = build_backbone(Model(backbone="convnet", channels=(4, 6), norm="group"), (2, 16, 16), 0)
+    convnet = build_backbone(ModelSettings(backbone="convnet", channels=(4, 6), norm="group"), (2, 16, 16), 0)
     assert isinstance(convnet, ConvNet) and convnet.width == 6
     assert isinstance(convnet.blocks[0][1], nn.GroupNorm) and convnet.blocks[0][0].in_channels == 2
-    resnet = build_backbone(Model(backbone="resnet18", norm="group"), (1, 32, 32), 0)
+    resnet = build_backbone(ModelSettings(backbone="resnet18", norm="group"), (1, 32, 32), 0)
     assert isinstance(resnet, ResNet18) and isinstance(resnet.bn1, nn.GroupNorm)
     assert Classifier(resnet, 12)(torch.zeros(2, 1, 32, 32)).shape == (2, 12)  # its width is what it gives
     with pytest.raises(ConfigError, match="no published weights of"):
-        build_backbone(Model(backbone="convnet", weights=tmp_path / "w.pth"), (1, 16, 16), 0)
+        build_backbone(ModelSettings(backbone="convnet", weights=tmp_path / "w.pth"), (1, 16, 16), 0)
 
 
 def test_colour_filters_stay_as_they_are_for_colour_images(tmp_path: Path) -> None:
     source = ResNet18(3, 32, "cifar", "batch")
     save_file(source.state_dict(), tmp_path / "r.safetensors")
-    setting = Model(backbone="resnet18", stem="cifar", weights=tmp_path / "r.safetensors")
+    setting = ModelSettings(backbone="resnet18", stem="cifar", weights=tmp_path / "r.safetensors")
     assert torch.equal(build_backbone(setting, (3, 32, 32), 0).conv1.weight, source.conv1.weight)
     own = ResNet18(1, 32, "cifar", "batch")  # weights of grey images for grey images
     save_file(own.state_dict(), tmp_path / "r.safetensors")
@@ -231,7 +232,7 @@ def test_colour_filters_stay_as_they_are_for_colour_images(tmp_path: Path) -> No
 
 def test_pixels_are_scaled_as_the_weights_want_it(tmp_path: Path) -> None:
     weights = tmp_path / "r.pth"
-    assert pixel_scale(Model(backbone="resnet18"), 3) == ((0.5,), (0.5,))
+    assert pixel_scale(ModelSettings(backbone="resnet18"), 3) == ((0.5,), (0.5,))
     experiment = Experiment().changed({"model.backbone": "resnet18", "model.weights": weights})
     mean, std = pixel_scale(experiment.model, 3)
     assert mean == (0.485, 0.456, 0.406) and std == (0.229, 0.224, 0.225)  # torchvision's ImageNet constants

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedmll.models import ctran, heads
+from fedmll.models import class_attention, ctran
 from fedmll.models.backbones.convnet import ConvNet
 from fedmll.models.backbones.mlp import Mlp
 from fedmll.models.ctran import CTran, EncoderLayer, LabelEmbeddings
-from fedmll.models.flat import FlatWeights
+from fedmll.models.flat_weights import FlatWeights
 
 CLASSES, WIDTH = 5, 16
 
@@ -154,7 +154,7 @@ def test_dropout_is_in_four_places_of_a_layer_at_a_tenth(monkeypatch: pytest.Mon
         return dropout
 
     monkeypatch.setattr(ctran, "dropout", drops_all("layer"))
-    monkeypatch.setattr(heads, "dropout", drops_all("attention"))
+    monkeypatch.setattr(class_attention, "dropout", drops_all("attention"))
     net = model().train()
     randomised(net)
     tokens = torch.randn(2, 9, WIDTH)

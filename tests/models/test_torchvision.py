@@ -16,14 +16,14 @@ from sklearn.datasets import load_sample_image
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.errors import ConfigError
-from fedmll.experiment import Experiment
+from fedmll.config.experiment import Experiment
+from fedmll.config.settings import ModelSettings
+from fedmll.core.errors import ConfigError
 from fedmll.models.backbones import Backbone, build_backbone, pixel_scale
-from fedmll.models.backbones.base import pretrained
+from fedmll.models.backbones.base import load_pretrained
 from fedmll.models.backbones.densenet import DenseNet
 from fedmll.models.backbones.mobilenet import MobileNetV2
 from fedmll.models.backbones.resnet import BasicBlock, Bottleneck, ResNet
-from fedmll.settings import Model
 
 MOBILENET = SHARED_DATA / "mobilenet_v2_imagenet.safetensors"
 needs_mobilenet = pytest.mark.skipif(not MOBILENET.is_file(), reason="there is no file with MobileNetV2's weights")
@@ -71,7 +71,7 @@ def tiny(kind: str, channels: int = 3) -> Backbone:
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_layout_is_torchvisions(kind: str) -> None:
     parameters, tensors, width = PUBLISHED[kind]
-    net = build_backbone(Model(backbone=kind, stem="imagenet"), (3, 64, 64), seed=0)
+    net = build_backbone(ModelSettings(backbone=kind, stem="imagenet"), (3, 64, 64), seed=0)
     assert net.width == width
     assert sum(p.numel() for p in net.parameters()) + 1000 * width + 1000 == parameters
     weights = net.state_dict()
@@ -93,13 +93,15 @@ def test_a_file_of_torchvisions_layout_is_loaded(kind: str, tmp_path: Path) -> N
     torch.save(weights, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
     grey = torch.randn(2, 1, 64, 64)
     for name in ("w.safetensors", "w.pth"):
-        model = Model(backbone=kind, weights=tmp_path / name)
-        colour = pretrained(tiny(kind), model).eval()
+        model = ModelSettings(backbone=kind, weights=tmp_path / name)
+        colour = load_pretrained(tiny(kind), model).eval()
         assert all(torch.equal(w, source.state_dict()[name]) for name, w in colour.state_dict().items() if w.ndim)
         with torch.no_grad():
-            torch.testing.assert_close(pretrained(tiny(kind, 1), model).eval()(grey), source(grey.expand(2, 3, 64, 64)))
+            torch.testing.assert_close(
+                load_pretrained(tiny(kind, 1), model).eval()(grey), source(grey.expand(2, 3, 64, 64))
+            )
     with pytest.raises(ConfigError, match="does not fit"):
-        pretrained(tiny(kind, 4), model)
+        load_pretrained(tiny(kind, 4), model)
 
 
 def test_old_names_of_densenet_are_read(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_stages_hold_every_parameter_once_in_order(kind: str) -> None:
     if kind == "vit":
         pytest.importorskip("transformers")
     shape = (9,) if kind == "mlp" else (3, 32, 32)
-    net = build_backbone(Model(backbone=kind, channels=(32, 32)), shape, seed=0)
+    net = build_backbone(ModelSettings(backbone=kind, channels=(32, 32)), shape, seed=0)
     staged = [p for stage in net.stages() for p in stage.parameters()]
     assert len(staged) == len({id(p) for p in staged})
     assert {id(p) for p in staged} == {id(p) for p in net.parameters()}
@@ -146,7 +148,7 @@ def of_transformers(name: str) -> str:
 def test_resnets_are_those_of_transformers(kind: str, block: str, depths: list[int]) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
     torch.manual_seed(0)
-    net = with_statistics(build_backbone(Model(backbone=kind, stem="imagenet"), (3, 64, 64), seed=0))
+    net = with_statistics(build_backbone(ModelSettings(backbone=kind, stem="imagenet"), (3, 64, 64), seed=0))
     sizes = [64, 128, 256, 512] if block == "basic" else [256, 512, 1024, 2048]
     config = transformers.ResNetConfig(embedding_size=64, hidden_sizes=sizes, depths=depths, layer_type=block)
     theirs = transformers.ResNetModel(config).eval()
@@ -195,7 +197,7 @@ def test_densenet_says_how_large_images_must_be() -> None:
         net = DenseNet(1, "batch", (1, 1, 1, 1), growth=2, first=4)
         assert net(torch.zeros(2, 1, size, size)).shape[2:] == (tokens, tokens)
     with pytest.raises(ConfigError, match="at least 29 px"):
-        build_backbone(Model(backbone="densenet121"), (1, 28, 64), 0)
+        build_backbone(ModelSettings(backbone="densenet121"), (1, 28, 64), 0)
 
 
 # ---- MobileNetV2's real weights

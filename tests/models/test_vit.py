@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from fedmll import run
+from fedmll.config.experiment import Experiment
+from fedmll.config.settings import ModelSettings
+from fedmll.core.errors import ConfigError
 from fedmll.data.federation import Federation
-from fedmll.errors import ConfigError
-from fedmll.experiment import Experiment, Model
+from fedmll.methods.task import task_of
 from fedmll.models.backbones import build_backbone
-from fedmll.models.flat import FlatWeights
+from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Classifier
-from fedmll.task import task_of
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vit(weights: Path | None, *shape: int, channels: tuple[int, ...] = (32, 32)) -> torch.nn.Module:
-    return build_backbone(Model(backbone="vit", weights=weights, channels=channels), shape, seed=0)
+    return build_backbone(ModelSettings(backbone="vit", weights=weights, channels=channels), shape, seed=0)
 
 
 def test_tokens_lie_where_their_patches_lie(folder: Path) -> None:
@@ -97,7 +98,7 @@ def test_pixels_are_scaled_as_the_checkpoint_says(folder: Path, small_federation
     experiment = Experiment().changed({"model.backbone": "vit", "model.weights": str(folder)})
     task = replace(task_of(small_federation), experiment=experiment, sample_shape=(3, 32, 32))
     raw = torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)  # 0.2
-    assert np.allclose(task.inputs(raw)[0, :, 0, 0], [(0.2 - 0.1) / 0.5, 0, -0.1], atol=1e-6)
+    assert np.allclose(task.preprocess(raw)[0, :, 0, 0], [(0.2 - 0.1) / 0.5, 0, -0.1], atol=1e-6)
 
 
 def test_what_cannot_be_loaded_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

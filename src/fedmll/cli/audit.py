@@ -1,4 +1,4 @@
-"""The command about audits: verify."""
+"""The command for audit logs: verify."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fedmll.cli.tables import console
+from fedmll.cli.output import console
 
-audit_app = typer.Typer(help="What a server or a site did: its audit.jsonl.", no_args_is_help=True)
+audit_app = typer.Typer(help="Verify the audit log of a server or a site (audit.jsonl).", no_args_is_help=True)
 
 
 @audit_app.callback()
@@ -18,39 +18,44 @@ def about() -> None: ...
 
 @audit_app.command("verify")
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="FILE_OR_FOLDER", help="audit.jsonl, or the folder that has it.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE_OR_FOLDER", help="audit.jsonl, or the folder that contains it.")
+    ],
     last: Annotated[
-        str | None, typer.Option("--last", metavar="HASH", help="The last hash, as it was told: nothing is missing.")
+        str | None,
+        typer.Option("--last", metavar="HASH", help="The last hash, as it was printed: checks that the end is there."),
     ] = None,
 ) -> None:
-    """Whether every line fits the one before. Exit code 0: yes; 1: no, with the first line that does not.
+    """Check that every line of an audit log fits the line before it.
 
-    A missing end is only noticed with --last: it is printed at the end of a run, and told to every site.
+    Exit code 0: all lines fit; 1: a line does not fit, and the first such line is shown. A missing end is only noticed
+    with --last. The last hash is printed at the end of a run and sent to every site.
+
     Example:  [bold]fedmll audit verify study --last 5b1c…[/]
     """
-    from fedmll.deploy import audit
-    from fedmll.errors import ConfigError
+    from fedmll.core.errors import ConfigError
+    from fedmll.deploy.security import audit_log
 
-    if last is not None and not audit.HASH.fullmatch(last):
+    if last is not None and not audit_log.HASH.fullmatch(last):
         raise ConfigError(f"--last takes a hash of 64 hexadecimal digits; it got '{last}'.")
-    file = path / audit.FILE if path.is_dir() else path
-    found = audit.verify(file)
-    if found.wrong is not None:
-        _say(f"[red]line {found.wrong} does not fit:[/] {found.why}")
+    file = path / audit_log.FILE if path.is_dir() else path
+    result = audit_log.verify_audit_log(file)
+    if result.first_bad_line is not None:
+        _say(f"[red]line {result.first_bad_line} does not fit:[/] {result.reason}")
         raise typer.Exit(1)
-    for number in found.torn:
+    for number in result.incomplete:
         _say(
-            f"line {number} owns up to a piece before it that is no entry: a kill or a full disk leaves one, and so "
-            "does a change to what was the last line then"
+            f"line {number} reports an incomplete line before it. A killed process or a full disk causes this, and so "
+            "does a change to the line that was the last one then"
         )
     if last is None:
-        _say(f"ok: {found.lines} lines, the last hash is {found.last}. Whether the end is missing: --last HASH")
+        _say(f"ok: {result.lines} lines, the last hash is {result.last_hash}. To check the end, use --last HASH")
         return
-    place = audit.place_of(file, last)
-    if place is None:
-        _say(f"[red]no line has the hash {last}:[/] the end is missing, or all of it was made anew")
+    line = audit_log.find_line(file, last)
+    if line is None:
+        _say(f"[red]no line has the hash {last}:[/] the end is missing, or the whole file was rewritten")
         raise typer.Exit(1)
-    _say(f"ok: {found.lines} lines; line {place} has that hash, {found.lines - place} came after it")
+    _say(f"ok: {result.lines} lines; line {line} has that hash, and {result.lines - line} lines follow it")
 
 
 def _say(text: str) -> None:

@@ -12,75 +12,93 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from fedmll.cli.options import OWN, Asked, Track, asks, fresh_folder, names_in, stoppable
-from fedmll.errors import ConfigError
+from fedmll.cli.options import (
+    OWN,
+    ExperimentArguments,
+    Track,
+    experiment_options,
+    interruptible,
+    new_run_folder,
+    split_names,
+)
+from fedmll.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedmll.running.comparison import Comparison
+    from fedmll.comparison.results import Comparison
 
 
 def register(app: typer.Typer) -> None:
     app.command()(compare)
 
 
-@asks("data", "root", "backbone", "clients", "rounds", "workers", "device", "skip_unreadable", published=True)
+@experiment_options(
+    "data", "root", "backbone", "clients", "rounds", "workers", "device", "skip_unreadable", published=True
+)
 def compare(
-    asked: Asked,
+    arguments: ExperimentArguments,
     methods: Annotated[
-        str, typer.Option("--methods", help="Names, comma-separated; options as fedprox:mu=0.1+weights=equal.")
+        str, typer.Option("--methods", help="Methods, comma-separated; with options: fedprox:mu=0.1+weighting=equal.")
     ] = "centralized,fedavg,fedavg-pl,fedprox",
-    seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated.")] = "0,1,2",
-    out: Annotated[Path | None, typer.Option("--out", help="The grid's folder. The same one again: goes on.")] = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, comma-separated.")] = "0,1,2",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The folder of the comparison. An existing comparison is continued.")
+    ] = None,
     tune: Annotated[
         list[str] | None,
         typer.Option(
             "--tune",
             metavar="[METHOD:]key=a,b,c",
-            help="training.lr=1e-4,3e-4: each method's best on validation data; fedprox:mu=0.01,0.1: of that method "
-            "alone. Several: all combinations.",
+            help="Choose the best value per method on the validation data: training.lr=1e-4,3e-4; for one method: "
+            "fedprox:mu=0.01,0.1. Repeatable: all combinations.",
         ),
     ] = None,
     tune_seed: Annotated[
         int | None,
-        typer.Option("--tune-seed", help="Choose on this seed, which the table need not have. Default: its first."),
+        typer.Option("--tune-seed", help="The seed for --tune; it need not be in --seeds. Default: the first seed."),
     ] = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
             "--vary",
             metavar="section.key=a,b,c",
-            help="e.g. partition.labels_per_client=2,5,10: every method at every value. Several: all combinations.",
+            help="Run each method with each value: partition.labels_per_client=2,5,10. Repeatable: all combinations.",
         ),
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option("--metrics", help="The table's columns, comma-separated; what: what a row is.")
+        str | None,
+        typer.Option("--metrics", help="Columns of the table, comma-separated; `description` describes the method."),
     ] = None,
     against: Annotated[
-        str | None, typer.Option("--against", help="A row: also the margins over it, paired by seed, with tests.")
+        str | None,
+        typer.Option("--against", help="A row of the table: also test the differences to it, paired by seed."),
     ] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed before.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs again.")] = False,
     jobs: Annotated[
         int,
-        typer.Option("--jobs", min=1, help="Runs at a time, a process each, without workers if none are asked for."),
+        typer.Option(
+            "--jobs", min=1, help="The number of runs at the same time, one process each (without workers by default)."
+        ),
     ] = 1,
     track: Track = None,
 ) -> None:
-    """Compare methods over seeds on the same data: mean ± std in the terminal; table.md, .csv and .tex.
+    """Compare methods over several seeds on the same data: a table of mean ± std, also as table.md, .csv and .tex.
 
-    A run that fails does not stop the others: the table says so. Exit code 1: every run failed.
+    A failed run does not stop the others and is named in the table. Exit code 1: all runs failed.
     """
-    if asked.published == OWN:
-        raise ConfigError("In a comparison all rows train alike: say whose paper, for example --as-published fedmlp.")
+    if arguments.published == OWN:
+        raise ConfigError(
+            "In a comparison all rows use the same training settings: name a method, for example --as-published fedmlp."
+        )
     numbers, tuned, varied = parse_seeds(seeds), parse_values("--tune", tune), parse_values("--vary", vary)
-    base = asked.experiment()
+    base = arguments.experiment()
     from fedmll.cli.display import RunProgress
-    from fedmll.running import compare as running
-    from fedmll.running import comparison
+    from fedmll.comparison import compare as running
+    from fedmll.comparison.results import DEFAULT_METRICS
 
-    columns = [name.strip() for name in metrics.split(",")] if metrics else comparison.SHOWN
-    out = out or fresh_folder(f"compare-{Path(base.data.name).stem}")
-    go_on = f"the same command with --out {out} (what is finished: {out / 'table.md'})"
-    with RunProgress() as progress, stoppable(go_on):
+    columns = [name.strip() for name in metrics.split(",")] if metrics else DEFAULT_METRICS
+    out = out or new_run_folder(f"compare-{Path(base.data.name).stem}")
+    hint = f"the same command with --out {out} (what is finished: {out / 'table.md'})"
+    with RunProgress() as progress, interruptible(hint):
         found = running.compare(
             base,
             [name.strip() for name in re.split(r",(?![^\[]*\])", methods)],  # not at the commas of a list
@@ -92,9 +110,9 @@ def compare(
             metrics=columns,
             against=against,
             retry_failed=retry_failed,
-            observer=progress,
+            callback=progress,
             jobs=jobs,
-            track=names_in(track),
+            track=split_names(track),
             command=shlex.join(["fedmll", *sys.argv[1:]]),
         )
     show(f"{base.data.label}, {base.training.rounds} rounds, seeds {seeds}; test data, mean ± std", found, out)
@@ -103,7 +121,7 @@ def compare(
 
 
 def show(title: str, found: Comparison, out: Path) -> None:
-    from fedmll.cli.tables import console, plain_table
+    from fedmll.cli.output import console, plain_table
 
     for place, (header, rows) in enumerate(found.tables):
         console.print(plain_table("" if place else title, header, [[escape(text) for text in row] for row in rows]))
@@ -120,13 +138,13 @@ def parse_seeds(text: str) -> list[int]:
             f"--seeds takes whole numbers, comma-separated, for example 0,1,2; it got '{text}'."
         ) from None
     if twice := repeated(seeds):
-        raise ConfigError(f"--seeds names {twice[0]} twice; the same run twice says nothing about the spread.")
+        raise ConfigError(f"--seeds names {twice[0]} twice; give each seed once.")
     return seeds
 
 
 def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, list[Any]]:
     """section.key → values, each as in a TOML file."""
-    from fedmll.experiment import parse_value
+    from fedmll.config.toml_values import parse_value
 
     choices: dict[str, list[Any]] = {}
     for text in texts or []:

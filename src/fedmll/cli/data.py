@@ -1,42 +1,55 @@
-"""`fedmll data`: look at data sources, at who has what, and pack images (get, check, show: fedmll.cli.datasets)."""
+"""`fedmll data`: list, download, check and show data; describe, freeze and pack it.
+
+`fedmll weights`: initial weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedmll.cli.options import (
-    Asked,
     Classes,
+    ExperimentArguments,
     Group,
     Ignore,
     Plugins,
     Root,
+    Set,
     SkipUnreadable,
     Window,
-    asks,
-    load_files,
-    names_in,
-    window_in,
+    experiment_options,
+    load_plugin_files,
+    parse_settings,
+    parse_window,
+    split_names,
 )
-from fedmll.cli.tables import console, plain_table, say
+from fedmll.cli.output import console, plain_table, say
+from fedmll.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fedmll.core.download import DownloadProgress
+    from fedmll.data.dataset import Splits
     from fedmll.data.federation import Federation
 
-OFTEN = 5  # pairs of classes that are named
 
-data_app = typer.Typer(help="Get, check and look at data; divide it; pack your own images.", no_args_is_help=True)
+FREQUENT_PAIRS = 5  # pairs of classes to print
+
+data_app = typer.Typer(
+    help="List, download, check and show data; describe its partition; pack your own images.", no_args_is_help=True
+)
 
 
 @data_app.command("list")
 def list_data(root: Root = None, plugins: Plugins = None) -> None:
-    """The data sources and whether they are at hand (in --root, if they need one)."""
+    """List the data sources, and whether they are available (in --root, if they need it)."""
     from fedmll.data import sources
 
-    load_files(plugins)
+    load_plugin_files(plugins)
     rows = [
         (
             source.name,
@@ -48,94 +61,101 @@ def list_data(root: Root = None, plugins: Plugins = None) -> None:
         )
         for source in sources.describe_sources(root)
     ]
-    header = ("name", "what it is", "classes", "samples", "licence", "at hand")
+    header = ("name", "description", "classes", "samples", "licence", "available")
     console.print(plain_table("data sources", header, rows, words=True))
 
 
-def divided(asked: Asked) -> Federation:
+def build_federation(arguments: ExperimentArguments) -> Federation:
     from fedmll.cli.display import RunProgress
     from fedmll.data import federation
 
-    experiment = asked.experiment()
+    experiment = arguments.experiment()
     with RunProgress(0) as progress:
-        return federation.build(experiment, progress.preparing)
+        return federation.build(experiment, progress.on_setup_progress)
 
 
 @data_app.command("describe")
-@asks("data", "root", "clients", "seed", "skip_unreadable")
+@experiment_options("data", "root", "clients", "seed", "skip_unreadable")
 def describe_data(
-    asked: Asked,
-    out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("label-map.png"),
+    arguments: ExperimentArguments,
+    out: Annotated[Path, typer.Option("--out", help="The image file to write.")] = Path("label-map.png"),
 ) -> None:
-    """Who has what: the client × class map of an experiment, how many labels a sample has and which come together."""
+    """Show the data of an experiment: samples per client and class, labels per sample, frequent pairs of labels."""
     import numpy as np
 
-    from fedmll.analysis import label_map, labels
+    from fedmll.reports.figures import label_map, label_statistics
 
-    found = divided(asked)
+    found = build_federation(arguments)
     for note in found.notes:
         say(note)
-    counts = label_map.label_map(found.train.labels, found.samples)
-    console.print(label_map.table(counts, found.names, found.train.classes))
-    label_map.draw(out, counts.positives, found.names, found.train.classes, counts.known)
+    counts = label_map.count_labels(found.train.labels, found.samples)
+    console.print(label_map.label_table(counts, found.names, found.train.classes))
+    label_map.write_label_map(out, counts.positives, found.names, found.train.classes, counts.known)
     touched = ", ".join(f"{count} samples {rule}" for rule, count in found.report.items() if count)
     held_out = f"; {len(found.held_out)} held out for validation" if len(found.held_out) else ""
     console.print(f"{found.sizes.sum()} training samples{held_out}{'; ' + touched if touched else ''}")
-    together = labels.count(found.train.labels[np.concatenate(found.samples)])
-    say(labels.sentence(together))
-    often = [f"{one} and {other} ({count:,})" for one, other, count in together.pairs(found.train.classes, OFTEN)]
-    if often:
-        say(f"most often together: {', '.join(often)}")
+    statistics = label_statistics.label_statistics(found.train.labels[np.concatenate(found.samples)])
+    say(label_statistics.describe_labels(statistics))
+    pairs = statistics.frequent_pairs(found.train.classes, FREQUENT_PAIRS)
+    if pairs:
+        say("most frequent pairs: " + ", ".join(f"{one} and {other} ({count:,})" for one, other, count in pairs))
     second = out.with_name(f"{out.stem}-co-occurrence{out.suffix}")
-    labels.draw(second, together, found.train.classes)
-    console.print(f"pictures in {out} and {second}", soft_wrap=True)
+    label_statistics.write_co_occurrence(second, statistics, found.train.classes)
+    console.print(f"images written to {out} and {second}", soft_wrap=True)
 
 
 @data_app.command("freeze")
-@asks("data", "root", "clients", "seed", "skip_unreadable")
+@experiment_options("data", "root", "clients", "seed", "skip_unreadable")
 def freeze_data(
-    asked: Asked,
-    out: Annotated[Path, typer.Option("--out", help="The file, JSON.")],
+    arguments: ExperimentArguments,
+    out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
 ) -> None:
-    """Write who has which sample and annotates what: the same federation for everybody, in every framework.
+    """Write the partition to a file (samples and annotated classes of each client), so that others can use the same
+    one.
 
     Example:  [bold]fedmll data freeze mine.toml --out mine.json[/], then --set partition.kind=file --set
     partition.file=mine.json
     """
-    from fedmll.data.freeze import freeze
+    from fedmll.data.partition_file import write_partition_file
 
-    found = divided(asked)
-    checksum = freeze(found, out)
+    found = build_federation(arguments)
+    checksum = write_partition_file(found, out)
     say(f"{len(found.names)} clients, {found.sizes.sum()} samples; checksum {checksum[:16]}")
-    console.print(f'federation in {out}; use it with partition.kind = "file", partition.file', soft_wrap=True)
+    console.print(f'partition written to {out}; use it with partition.kind = "file", partition.file', soft_wrap=True)
 
 
 @data_app.command("coverage")
-@asks("data", "root", "clients", "rounds", "seed", "skip_unreadable")
+@experiment_options("data", "root", "clients", "rounds", "seed", "skip_unreadable")
 def label_coverage(
-    asked: Asked,
-    out: Annotated[Path | None, typer.Option("--out", help="All counts as CSV, a line a round.")] = None,
+    arguments: ExperimentArguments,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write all counts as CSV, one line per round.")] = None,
 ) -> None:
-    """Which labels the clients of each round have; a label absent from all of them learns nothing in that round."""
-    from fedmll import files
-    from fedmll.analysis import coverage
+    """Show which labels the clients of each round have. A label that no client of a round has is not learned in it."""
+    from fedmll.core import files
+    from fedmll.reports.figures import label_coverage as coverage
 
-    found = divided(asked)
+    found = build_federation(arguments)
     classes, total = found.train.classes, found.experiment.training.rounds
-    counts = coverage.coverage(found, total)
-    header, rows = coverage.table(counts, classes)
-    console.print(plain_table(f"clients a round that have a label, {total} rounds", header, rows))
+    counts = coverage.compute_coverage(found, total)
+    header, rows = coverage.coverage_table(counts, classes)
+    console.print(plain_table(f"clients per round with each label, {total} rounds", header, rows))
     if out is not None:
-        files.write(out, coverage.as_csv(counts, classes))
-        console.print(f"every round in {out}", soft_wrap=True)
+        files.write_atomic(out, coverage.coverage_csv(counts, classes))
+        console.print(f"all rounds written to {out}", soft_wrap=True)
 
 
 @data_app.command("pack")
 def pack_data(
-    csv: Annotated[Path, typer.Argument(help="A CSV with an image path a row and a column a class (1/0/blank).")],
-    root: Annotated[Path, typer.Option("--root", help="The folder the paths start from.")],
-    out: Annotated[Path, typer.Option("--out", help="The packed file, .npz.")],
-    size: Annotated[int | None, typer.Option("--size", help="Images become size × size; default: as they are.")] = None,
+    csv: Annotated[
+        Path, typer.Argument(help="A CSV with one row per image: its path and one column per class (1/0/blank).")
+    ],
+    root: Annotated[
+        Path, typer.Option("--root", help="The folder of the images; paths in the CSV are relative to it.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The packed file to write, .npz.")],
+    size: Annotated[
+        int | None, typer.Option("--size", help="Resize images to size × size. Default: no resizing.")
+    ] = None,
     classes: Classes = None,
     ignore: Ignore = None,
     group: Group = None,
@@ -144,12 +164,175 @@ def pack_data(
 ) -> None:
     """Pack a folder of images and its CSV into one file, for --data packed:FILE.npz."""
     from fedmll.cli.display import RunProgress
+    from fedmll.config.settings import ReadingOptions
     from fedmll.data.images.pack import pack
-    from fedmll.settings import Reading
 
-    reading = Reading(names_in(classes), names_in(ignore), group, window_in(window), skip_unreadable, by_options=True)
+    reading = ReadingOptions(
+        classes=split_names(classes),
+        ignore=split_names(ignore),
+        group=group,
+        window=parse_window(window),
+        skip_unreadable=skip_unreadable,
+        by_options=True,
+    )
     with RunProgress(0) as progress:
-        notes = pack(csv, root, out, size=size, progress=progress.preparing, reading=reading)
+        notes = pack(csv, root, out, size=size, progress=progress.on_setup_progress, reading=reading)
     for note in notes:
         say(note)
     console.print(f"packed into {out}; use it with --data packed:{out}", soft_wrap=True)
+
+
+Name = Annotated[str, typer.Argument(help="A data source (see `fedmll data list`).")]
+
+
+def load_splits(name: str, root: Path | None, skip_unreadable: bool, settings: list[str] | None) -> Splits:
+    """Load data with these settings of the section [data]."""
+    from fedmll.cli.display import RunProgress
+    from fedmll.config.settings import DataSettings
+    from fedmll.data import sources
+
+    overrides = parse_settings(settings)
+    wrong = next((key for key in overrides if not key.startswith("data.")), None)
+    if wrong is not None:
+        raise ConfigError(f"--set {wrong} has no effect here; use only data.… settings.")
+    values: dict[str, Any] = {key.removeprefix("data."): value for key, value in overrides.items()}
+    data = DataSettings(**values | {"name": name, "root": root, "skip_unreadable": skip_unreadable})
+    with RunProgress(0) as progress:
+        return sources.load(
+            data.name, data.root, data.size, 0, data.composition, progress.on_setup_progress, data.reading,
+            require_positives=False,
+        )  # fmt: skip
+
+
+@contextmanager
+def download_bars() -> Iterator[Callable[[str], DownloadProgress]]:
+    """Progress bars of downloads: call the yielded function with the name of a file to add its bar."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+
+        def add_bar(name: str) -> DownloadProgress:
+            bar = progress.add_task(name, total=None)
+            return lambda done, total: progress.update(bar, completed=done, total=total)
+
+        yield add_bar
+
+
+@data_app.command("get")
+def get_data(
+    name: Name,
+    root: Annotated[Path, typer.Option("--root", help="The folder to download to.")],
+) -> None:
+    """Download a freely available dataset and check its published hash. An interrupted download is continued.
+
+    Example:  [bold]fedmll data get voc:2007 --root DATA[/]
+    """
+    from fedmll.core.download import download_file
+    from fedmll.data.published_datasets import find_downloads, unpack
+
+    wanted = find_downloads(name)
+    root.mkdir(parents=True, exist_ok=True)
+    with download_bars() as add_bar:
+        for part in wanted:
+            fetched = download_file(part.url, root / part.file, part.digest, add_bar(part.file))
+            unpacked = unpack(root / part.file, root)
+            here = "was downloaded" if fetched else "exists already"
+            say(f"{part.file} {here}, with the published hash{'; unpacked' if unpacked else ''}")
+    say(f"use it with --data {name} --root {root}; check it with `fedmll data check {name} --root {root}`")
+
+
+@data_app.command("check")
+def check_data(
+    name: Name,
+    root: Root = None,
+    skip_unreadable: SkipUnreadable = False,
+    settings: Set = None,
+    plugins: Plugins = None,
+) -> None:
+    """Read a whole dataset and compare its sample counts with the published ones. The error lists all missing files.
+
+    Exit code 1: the counts differ.
+    """
+    from fedmll.data.published_datasets import compare_counts
+
+    load_plugin_files(plugins)
+    splits = load_splits(name, root, skip_unreadable, settings)
+    for note in splits.notes:
+        say(note)
+    found = compare_counts(name, splits)
+    rows = [
+        (count.part, f"{count.found:,}", "" if count.published is None else f"{count.published:,}") for count in found
+    ]
+    console.print(plain_table(name, ("samples", "found", "published"), rows))
+    train = splits.train
+    present = (train.labels == 1).sum(axis=0)
+    ordered = sorted(zip(train.classes, present.tolist(), strict=True), key=lambda pair: -pair[1])
+    say(f"{len(train.classes)} classes; in training: " + ", ".join(f"{label} {many:,}" for label, many in ordered[:30]))
+    wrong = [count for count in found if not count.agrees]
+    for count in wrong:
+        difference = (count.published or 0) - count.found
+        say(f"{count.part}: {abs(difference):,} samples {'missing' if difference > 0 else 'too many'}")
+    if wrong:
+        raise typer.Exit(1)
+    published = any(count.published is not None for count in found)
+    say("complete: all counts are as published" if published else "read without problems; no counts are published")
+
+
+@data_app.command("show")
+def show_data(
+    name: Name,
+    root: Root = None,
+    out: Annotated[Path, typer.Option("--out", help="The image file to write.")] = Path("contact-sheet.png"),
+    count: Annotated[int, typer.Option("--count", help="The number of images.", min=1, max=120)] = 24,
+    split: Annotated[str, typer.Option("--split", help="train, validation or test.")] = "train",
+    seed: Annotated[int, typer.Option("--seed", help="The seed that draws the images.")] = 0,
+    skip_unreadable: SkipUnreadable = False,
+    settings: Set = None,
+    plugins: Plugins = None,
+) -> None:
+    """Draw a contact sheet: images of a dataset with their labels."""
+    from fedmll.reports.figures import contact_sheet
+
+    load_plugin_files(plugins)
+    if split not in ("train", "validation", "test"):
+        raise ConfigError(f"--split is train, validation or test; it is '{split}'.")
+    data = getattr(load_splits(name, root, skip_unreadable, settings), split)
+    if data is None:
+        raise ConfigError(f"'{name}' has no validation data.")
+    contact_sheet.draw_contact_sheet(out, data, contact_sheet.choose_positions(data, count, seed))
+    console.print(f"image written to {out}", soft_wrap=True)
+
+
+# Initial weights
+
+weights_app = typer.Typer(help="List and download published weights (model.weights).", no_args_is_help=True)
+
+
+@weights_app.command("list")
+def list_weights() -> None:
+    """List the weights that can be downloaded, their backbone, and whether they are downloaded."""
+    from fedmll.models.pretrained_weights import PUBLISHED
+
+    rows = [
+        (known.name, known.backbone, f"{known.megabytes:g} MB", "yes" if known.path.is_file() else "no", known.url)
+        for known in PUBLISHED.values()
+    ]
+    header = ("name", "model.backbone", "size", "downloaded", "from")
+    console.print(plain_table("weights, trained on ImageNet", header, rows, words=True))
+
+
+@weights_app.command("get")
+def get_weights(name: Annotated[str, typer.Argument(help="A name of `fedmll weights list`.")]) -> None:
+    """Download weights from their publisher and check their published hash. An interrupted download is continued.
+
+    Example:  [bold]fedmll weights get resnet18-imagenet1k-v1[/]
+    """
+    from fedmll.core.download import download_file
+    from fedmll.models.pretrained_weights import find_published
+
+    known = find_published(name)
+    with download_bars() as add_bar:
+        fetched = download_file(known.url, known.path, known.sha256, add_bar(known.file))
+    say(f"{known.file} {'was downloaded' if fetched else 'exists already'}, with the published hash: {known.path}")
+    say(f"use it with --backbone {known.backbone} --set model.weights={name}")

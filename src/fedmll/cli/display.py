@@ -1,4 +1,4 @@
-"""What the terminal shows: progress while a run goes, tables after it. Quiet when nobody looks (no terminal)."""
+"""Progress bars during a run and tables after it. Nothing is shown without a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedmll.cli.tables import console, errors, plain_table, say
+from fedmll.cli.output import console, errors, plain_table, say
+from fedmll.comparison.compare import ComparisonCallback
+from fedmll.comparison.results import ComparisonCell
+from fedmll.config.experiment import Experiment
+from fedmll.core.text import printable
 from fedmll.data.federation import Federation
-from fedmll.deploy.site import Summary
-from fedmll.errors import printable
-from fedmll.experiment import Experiment
-from fedmll.running.compare import GridObserver
-from fedmll.running.comparison import Cell
-from fedmll.running.loop import Observer, Result, Row
-from fedmll.running.shown import BY_SITE, headlines, number
+from fedmll.deploy.site.site_data import SiteDataSummary
+from fedmll.evaluation.metric_definitions import ROUND_TABLE, metrics_in
+from fedmll.runs.formatting import format_number, headline_metrics
+from fedmll.runs.run_folder import MetricsRow
+from fedmll.training.callbacks import Callback, Result
 
 if TYPE_CHECKING:
-    from fedmll.deploy.checking import Finding
+    from fedmll.deploy.site.check import CheckResult
 
-# Of the families of averages (metrics.Report.left_out) the two pairs that lose the same classes: their names, and why.
+# Averages that leave out the same classes (ClassificationReport.left_out): their names, and the reason.
 LEFT_OUT = {
     "f1": ("AP, F1, precision and recall", "no positive"),
     "auc": ("AUC and balanced accuracy", "no positive, or no negative,"),
 }
 
 
-class RunProgress(GridObserver):
-    """One bar over rounds: clients done, the current metric, time left; of a comparison over the rounds of all runs.
-    Also in a notebook: `fedmll.run(…, observer=RunProgress())`.
+class RunProgress(ComparisonCallback):
+    """A progress bar over the rounds of a run, or over the rounds of all runs of a comparison.
 
-    It refreshes on events, without a thread of its own: worker processes are forked from this one."""
+    It shows the finished clients, the current metric and the remaining time. In a notebook: `fedmll.run(…,
+    callback=RunProgress())`. It has no thread of its own, because worker processes are forked from this process.
+    """
 
     def __init__(self, total_rounds: int | None = None) -> None:
-        """`total_rounds` None: the experiment, or the comparison, says it."""
+        """Without `total_rounds`, the number of rounds comes from the experiment or the comparison."""
         self.label, self.total, self.inside = "", total_rounds, False
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -53,7 +56,7 @@ class RunProgress(GridObserver):
         self.data_bar: Any = None
         self.noted: set[str] = set()
         self.metric = ""
-        self.beside: dict[Cell, CellLine] = {}  # of runs at the same time: a line each
+        self.parallel_lines: dict[ComparisonCell, CellProgress] = {}  # parallel runs: one line each
 
     def __enter__(self) -> RunProgress:
         self.inside = True
@@ -63,30 +66,30 @@ class RunProgress(GridObserver):
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def planned(self, rounds: int) -> None:
+    def on_comparison_start(self, rounds: int) -> None:
         self.total = rounds
         self.progress.update(self.bar, total=rounds)
 
-    def running(self, cell: Cell) -> None:
+    def on_cell_start(self, cell: ComparisonCell) -> None:
         self.label = str(cell)
 
-    def watching(self, cell: Cell, alone: bool) -> Observer:
-        if alone:
-            return super().watching(cell, alone)
-        self.beside[cell] = line = CellLine(self, cell)
+    def callback_for(self, cell: ComparisonCell, parallel: bool) -> Callback:
+        if not parallel:
+            return super().callback_for(cell, parallel)
+        self.parallel_lines[cell] = line = CellProgress(self, cell)
         return line
 
-    def over(self, cell: Cell) -> None:
-        line = self.beside.pop(cell, None)
+    def on_cell_end(self, cell: ComparisonCell) -> None:
+        line = self.parallel_lines.pop(cell, None)
         if line is not None and line.bar is not None:
             self.progress.remove_task(line.bar)
 
-    def skipped(self, rounds: int) -> None:
+    def on_rounds_skipped(self, rounds: int) -> None:
         """Rounds that were done before."""
         if self.total is not None:
-            self.planned(self.total - rounds)
+            self.on_comparison_start(self.total - rounds)
 
-    def preparing(self, done: int, total: int, what: str) -> None:
+    def on_setup_progress(self, done: int, total: int, what: str) -> None:
         self.progress.start()
         if self.data_bar is None:
             self.data_bar = self.progress.add_task(what, total=total, note="")
@@ -98,63 +101,63 @@ class RunProgress(GridObserver):
             self.progress.remove_task(self.data_bar)
             self.data_bar = None
 
-    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
+    def on_run_start(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
         self.prepared()
         self.progress.start()
         self.progress.start_task(self.bar)
         if self.total is None:
-            self.planned(experiment.training.rounds)
-        self.skipped(first_round - 1)
+            self.on_comparison_start(experiment.training.rounds)
+        self.on_rounds_skipped(first_round - 1)
         self.progress.update(self.bar, description=self.label or experiment.method.name)
         self.progress.refresh()
 
-    def client_done(self, round: int, done: int, total: int) -> None:
+    def on_client_end(self, round: int, done: int, total: int) -> None:
         self.progress.update(self.bar, note=f"round {round}, client {done}/{total}{self.metric}")
         self.progress.refresh()
 
-    def round_done(self, row: Row) -> None:
+    def on_round_end(self, row: MetricsRow) -> None:
         if "macro_auc" in row:
             self.metric = f", macro AUC {row['macro_auc']:.1f}"
         self.progress.update(self.bar, advance=1, note=f"round {row['round']}{self.metric}")
         self.progress.refresh()
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         """Once, however many runs it is true of."""
         if text not in self.noted:
             self.noted.add(text)
             console.print(f"[dim]{escape(text)}", highlight=False, soft_wrap=True)
 
-    def finished(self, result: Result) -> None:
+    def on_run_end(self, result: Result) -> None:
         if not self.inside:
             self.progress.stop()
 
-    def warning(self, text: str) -> None:
+    def on_warning(self, text: str) -> None:
         errors.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
-class CellLine(Observer):
+class CellProgress(Callback):
     """One of several runs at the same time: a bar of its own above the bar of all."""
 
-    def __init__(self, whole: RunProgress, cell: Cell) -> None:
+    def __init__(self, whole: RunProgress, cell: ComparisonCell) -> None:
         self.whole, self.cell, self.metric = whole, cell, ""
         self.bar: Any = None  # from when it starts
-        self.preparing, self.note, self.warning = whole.preparing, whole.note, whole.warning  # type: ignore[method-assign]
+        self.on_setup_progress, self.on_note, self.on_warning = whole.on_setup_progress, whole.on_note, whole.on_warning  # type: ignore[method-assign]
 
     def _show(self, note: str, **changes: Any) -> None:
         self.whole.progress.update(self.bar, note=note, **changes)
         self.whole.progress.refresh()
 
-    def started(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
+    def on_run_start(self, experiment: Experiment, federation: Federation, first_round: int) -> None:
         self.whole.prepared()
         self.whole.progress.start_task(self.whole.bar)
-        self.whole.skipped(first_round - 1)
+        self.whole.on_rounds_skipped(first_round - 1)
         self.bar = self.whole.progress.add_task(f"  {self.cell}", total=experiment.training.rounds, note="")
         self._show("", completed=first_round - 1)
 
-    def client_done(self, round: int, done: int, total: int) -> None:
+    def on_client_end(self, round: int, done: int, total: int) -> None:
         self._show(f"round {round}, client {done}/{total}{self.metric}")
 
-    def round_done(self, row: Row) -> None:
+    def on_round_end(self, row: MetricsRow) -> None:
         if "macro_auc" in row:
             self.metric = f", macro AUC {row['macro_auc']:.1f}"
         self.whole.progress.update(self.whole.bar, advance=1)
@@ -162,20 +165,21 @@ class CellLine(Observer):
 
 
 class FederationProgress(RunProgress):
-    """A real federation takes its time: say who comes and goes, and a line a round even where there is no terminal."""
+    """Progress of a real federation: prints joining and leaving clients, and one line per round, also without a
+    terminal."""
 
-    def warning(self, text: str) -> None:
+    def on_warning(self, text: str) -> None:
         say(text)
 
-    def round_done(self, row: Row) -> None:
-        super().round_done(row)
-        shown = ("loss", "macro_auc", "map", "macro_f1", *BY_SITE)
-        values = ", ".join(f"{name} {number(row[name], 3)}" for name in shown if name in row)
+    def on_round_end(self, row: MetricsRow) -> None:
+        super().on_round_end(row)
+        shown = metrics_in(ROUND_TABLE)
+        values = ", ".join(f"{name} {format_number(row[name], 3)}" for name in shown if name in row)
         line = f"round {row['round']}: {row['clients']} clients, {values}, {row['seconds']:.1f} s"
         say(line)
 
 
-def site_table(name: str, summary: Summary) -> Table:
+def site_table(name: str, summary: SiteDataSummary) -> Table:
     held_out = "" if summary.held_out is None else f", {summary.held_out} of them held out"
     title = f"{name}: {summary.images} images, all readable{held_out}"
     counts = zip(summary.classes, summary.present, summary.absent, summary.unknown, strict=True)
@@ -183,17 +187,17 @@ def site_table(name: str, summary: Summary) -> Table:
     return plain_table(title, ("class", "present", "absent", "unknown"), rows)
 
 
-LEVELS = {"good": "[green]good[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+LEVELS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
 
 
-def findings_table(findings: Sequence[Finding]) -> Table:
-    rows = [(found.topic, LEVELS[found.level], escape(printable(found.text, 2000))) for found in findings]
-    return plain_table("check", ("about", "", "found"), rows, words=True)
+def check_table(results: Sequence[CheckResult]) -> Table:
+    rows = [(result.topic, LEVELS[result.level], escape(printable(result.text, 2000))) for result in results]
+    return plain_table("check", ("topic", "", "result"), rows, words=True)
 
 
 def result_table(result: Result) -> Table:
     title = f"{result.summary['method']} on {result.summary['data']}, round {result.summary['round']}"
-    return plain_table(title, ("metric", "test, %"), headlines(result))
+    return plain_table(title, ("metric", "test, %"), headline_metrics(result))
 
 
 def show_result(result: Result) -> None:

@@ -1,4 +1,4 @@
-"""The commands about keys: made, listed, replaced, revoked; a certificate authority on a machine of its own."""
+"""The commands for keys and certificates: create, list, rotate, revoke, sign."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from typing import Annotated
 
 import typer
 
-from fedmll.cli.tables import console, plain_table
+from fedmll.cli.output import console, plain_table
 
-keys_app = typer.Typer(help="Certificates and keys of a federation between machines.", no_args_is_help=True)
+keys_app = typer.Typer(help="Create and manage the certificates and keys of a real federation.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Option("--dir", help="Where the keys lie.")]
+Folder = Annotated[Path, typer.Option("--dir", help="The folder with the keys.")]
 Hosts = Annotated[
-    list[str] | None, typer.Option("--host", help="A name or address the clients reach the server by; repeatable.")
+    list[str] | None, typer.Option("--host", help="A name or address under which clients reach the server; repeatable.")
 ]
 Name = Annotated[str, typer.Argument(help="A client's name in the federation.")]
 Passphrase = Annotated[
     bool,
-    typer.Option("--passphrase", help="Private keys are encrypted; asked for, or from FEDMLL_PASSPHRASE or a file."),
+    typer.Option(
+        "--passphrase", help="Encrypt private keys with a passphrase: typed, from FEDMLL_PASSPHRASE or from a file."
+    ),
 ]
-PassphraseFile = Annotated[Path | None, typer.Option("--passphrase-file", help="Its first line is the passphrase.")]
+PassphraseFile = Annotated[
+    Path | None, typer.Option("--passphrase-file", help="A file whose first line is the passphrase.")
+]
 KEYS = Path("keys")
 
 
@@ -29,17 +33,17 @@ def show(text: str) -> None:
 
 
 def _new_passphrase(wanted: bool, file: Path | None) -> str | None:
-    from fedmll.deploy.private import ask_passphrase
+    from fedmll.deploy.security.private_keys import ask_passphrase
 
-    return ask_passphrase("A new passphrase: ", file, new=True) if wanted or file is not None else None
+    return ask_passphrase("New passphrase: ", file, new=True) if wanted or file is not None else None
 
 
 def _ca_passphrase(folder: Path, wanted: bool, file: Path | None) -> str | None:
-    """Of the CA's key that is there; otherwise a new one, if wanted."""
-    from fedmll.deploy.private import passphrase_of
+    """The passphrase of the existing CA key; for a new CA a new passphrase, if wanted."""
+    from fedmll.deploy.security.private_keys import read_passphrase
 
     if (folder / "ca.key").is_file():
-        return passphrase_of(folder / "ca.key", file)
+        return read_passphrase(folder / "ca.key", file)
     return _new_passphrase(wanted, file)
 
 
@@ -47,26 +51,29 @@ def _ca_passphrase(folder: Path, wanted: bool, file: Path | None) -> str | None:
 def init(
     host: Hosts = None, folder: Folder = KEYS, passphrase: Passphrase = False, passphrase_file: PassphraseFile = None
 ) -> None:
-    """At the server: a certificate authority and the server's certificate. Again: a new certificate, the same CA."""
-    from fedmll.deploy import certificates
+    """At the server: create a certificate authority (CA) and the server's certificate.
 
-    certificates.init(folder, host or [], _ca_passphrase(folder, passphrase, passphrase_file))
-    show(f"the server's certificate holds for: {', '.join(certificates.hosts_of(folder / 'server.crt'))}")
+    If the folder has a CA, only the certificate is renewed.
+    """
+    from fedmll.deploy.security import certificates
+
+    certificates.create_server_certificate(folder, host or [], _ca_passphrase(folder, passphrase, passphrase_file))
+    show(f"the server's certificate is valid for: {', '.join(certificates.read_hosts(folder / 'server.crt'))}")
     show(f"[bold]send to every client:[/] {folder / 'ca.crt'}")
-    show(f"[bold]keep here, show nobody:[/] {folder / 'ca.key'}, {folder / 'server.key'}")
+    show(f"[bold]keep secret:[/] {folder / 'ca.key'}, {folder / 'server.key'}")
     show(f"put each client's NAME.pub into {folder}, then: fedmll server FILE.toml --clients NAME,NAME")
     if not host:
-        show("[yellow]only this machine can reach it under these names;[/] add --host NAME-OF-THIS-SERVER")
+        show("[yellow]under these names only this machine can reach the server;[/] add --host NAME-OF-THIS-SERVER")
 
 
 @keys_app.command("ca")
 def ca(folder: Folder = Path("ca"), passphrase: Passphrase = False, passphrase_file: PassphraseFile = None) -> None:
-    """On a machine that may stay offline: a certificate authority alone. It signs what `request` makes."""
-    from fedmll.deploy import certificates
+    """On a machine that may stay offline: create a certificate authority (CA), which signs the requests of servers."""
+    from fedmll.deploy.security import certificates
 
-    certificates.new_ca(folder, _new_passphrase(passphrase, passphrase_file))
+    certificates.create_ca(folder, _new_passphrase(passphrase, passphrase_file))
     show(f"[bold]send to the server and every client:[/] {folder / 'ca.crt'}")
-    show(f"[bold]keep here, show nobody:[/] {folder / 'ca.key'}")
+    show(f"[bold]keep secret:[/] {folder / 'ca.key'}")
     show(f"sign a server's request: fedmll keys sign server.csr --dir {folder}")
 
 
@@ -74,37 +81,42 @@ def ca(folder: Folder = Path("ca"), passphrase: Passphrase = False, passphrase_f
 def request(
     host: Hosts = None, folder: Folder = KEYS, passphrase: Passphrase = False, passphrase_file: PassphraseFile = None
 ) -> None:
-    """At a server whose CA is elsewhere: the server's key, and a request for its certificate."""
-    from fedmll.deploy import certificates
+    """At a server whose CA is on another machine: create the server's key and a signing request."""
+    from fedmll.deploy.security import certificates
 
-    certificates.request(folder, host or [], _new_passphrase(passphrase, passphrase_file))
-    show(f"[bold]take to the CA:[/] {folder / 'server.csr'}; it gives back server.crt, which goes into {folder}")
-    show(f"[bold]keep here, show nobody:[/] {folder / 'server.key'}")
+    certificates.create_signing_request(folder, host or [], _new_passphrase(passphrase, passphrase_file))
+    show(f"[bold]take to the CA:[/] {folder / 'server.csr'}; the CA returns server.crt, which goes into {folder}")
+    show(f"[bold]keep secret:[/] {folder / 'server.key'}")
 
 
 @keys_app.command("sign")
 def sign(
-    file: Annotated[Path, typer.Argument(metavar="SERVER.csr", help="What `fedmll keys request` made.")],
+    file: Annotated[Path, typer.Argument(metavar="SERVER.csr", help="The request that `fedmll keys request` created.")],
     folder: Folder = Path("ca"),
     passphrase_file: PassphraseFile = None,
 ) -> None:
-    """Where the CA's key lies: sign a server's request. Look at the names before you hand the certificate over."""
-    from fedmll.deploy import certificates
+    """On the machine with the CA's key: sign a server's request.
 
-    out = certificates.sign(folder, file, _ca_passphrase(folder, False, passphrase_file))
-    show(f"{out} holds for: {', '.join(certificates.hosts_of(out))}; take it and {folder / 'ca.crt'} to the server")
+    Check the printed names before you hand the certificate over.
+    """
+    from fedmll.deploy.security import certificates
+
+    out = certificates.sign_request(folder, file, _ca_passphrase(folder, False, passphrase_file))
+    show(
+        f"{out} is valid for: {', '.join(certificates.read_hosts(out))}; take it and {folder / 'ca.crt'} to the server"
+    )
 
 
 @keys_app.command("new")
 def new(
     name: Name, folder: Folder = KEYS, passphrase: Passphrase = False, passphrase_file: PassphraseFile = None
 ) -> None:
-    """At a client: its key pair. The public half goes to the server's operator, the private half nowhere."""
-    from fedmll.deploy import keys
+    """At a client: create its key pair. Send the public key to the server's operator; never send the private key."""
+    from fedmll.deploy.security import client_keys
 
-    private, public = keys.new_node(folder, name, _new_passphrase(passphrase, passphrase_file))
+    private, public = client_keys.create_client_key(folder, name, _new_passphrase(passphrase, passphrase_file))
     show(f"[bold]send to the server's operator:[/] {public}")
-    show(f"[bold]keep here, show nobody:[/] {private}")
+    show(f"[bold]keep secret:[/] {private}")
     show(f"put the ca.crt that the operator sends you into {folder}")
 
 
@@ -112,28 +124,28 @@ def new(
 def rotate(
     name: Name, folder: Folder = KEYS, passphrase: Passphrase = False, passphrase_file: PassphraseFile = None
 ) -> None:
-    """At a client: a new key pair; the old one stays as NAME.key.old until the server has the new public half."""
-    from fedmll.deploy import keys
+    """At a client: create a new key pair. The old one is kept as NAME.key.old until the server has the new key."""
+    from fedmll.deploy.security import client_keys
 
-    private, public = keys.rotate(folder, name, _new_passphrase(passphrase, passphrase_file))
-    show(f"[bold]send to the server's operator:[/] {public}; it counts from the server's next start or resume on")
-    show(f"[bold]keep here, show nobody:[/] {private}; until then join with --key {private}.old")
+    private, public = client_keys.rotate_client_key(folder, name, _new_passphrase(passphrase, passphrase_file))
+    show(f"[bold]send to the server's operator:[/] {public}; it is valid from the server's next start or resume on")
+    show(f"[bold]keep secret:[/] {private}; until then join with --key {private}.old")
 
 
 @keys_app.command("revoke")
 def revoke(name: Name, folder: Folder = KEYS) -> None:
-    """At the server: never take a client's present key again. A server that is running notices within seconds."""
-    from fedmll.deploy import keys
+    """At the server: never accept a client's current key again. A running server notices it within seconds."""
+    from fedmll.deploy.security import client_keys
 
-    mark = keys.revoke(folder, name)
-    show(f"revoked: the key of {name} ({mark}), in {folder / keys.REVOKED}")
-    show(f"its new {name}.pub goes into {folder}; or go on without it: fedmll resume FOLDER --drop {name}")
+    fingerprint = client_keys.revoke_client_key(folder, name)
+    show(f"revoked: the key of {name} ({fingerprint}), in {folder / client_keys.REVOKED_FILE}")
+    show(f"put its new {name}.pub into {folder}; or continue without this client: fedmll resume FOLDER --drop {name}")
 
 
 @keys_app.command("list")
 def list_keys(folder: Folder = KEYS) -> None:
-    """What lies here: since when, until when, and the fingerprints to compare by telephone."""
-    from fedmll.deploy import keys
+    """List the certificates and public keys with their dates, and fingerprints to compare by telephone."""
+    from fedmll.deploy.security import client_keys
 
-    rows = keys.listed(folder)
-    console.print(plain_table(str(folder), ("file", "made", "ends", "fingerprint"), rows, words=True))
+    rows = client_keys.list_keys(folder)
+    console.print(plain_table(str(folder), ("file", "created", "expires", "fingerprint"), rows, words=True))

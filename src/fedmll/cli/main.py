@@ -1,4 +1,4 @@
-"""The command line: parse, call the library, print."""
+"""The command `fedmll`: its commands `run` and `resume`, and the registration of all others."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from fedmll.cli import (
     audit,
     compare,
     data,
-    datasets,
-    federation,
     keys,
     methods,
     predict,
     presets,
     report,
+    server,
     show,
     site,
-    validate,
-    weights,
 )
 from fedmll.cli.options import (
-    Asked,
     Device,
+    ExperimentArguments,
     Plugins,
     Track,
     Workers,
-    asks,
-    fresh_folder,
-    given,
-    names_in,
-    stoppable,
-    with_optional_value,
+    drop_none,
+    experiment_options,
+    fill_optional_values,
+    interruptible,
+    new_run_folder,
+    split_names,
 )
-from fedmll.errors import ConfigError, FedmllError, printable
+from fedmll.core.errors import ConfigError, FedmllError
+from fedmll.core.network import parse_address
+from fedmll.core.text import printable
 
 app = typer.Typer(
-    help="Federated multi-label learning: simulate federations, compare methods.\n\n"
-    "Completion of names in your shell: [bold]fedmll --install-completion[/]",
+    help="Federated multi-label learning: simulate federations, compare methods, run real federations.\n\n"
+    "Enable shell completion with [bold]fedmll --install-completion[/].",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -61,83 +60,87 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def start(
     version: Annotated[
-        bool, typer.Option("--version", help="The version, and nothing else.", callback=show_version, is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None: ...
 
 
 @app.command()
-@asks(
+@experiment_options(
     *("method", "data", "root", "backbone", "clients", "rounds", "seed", "workers", "device", "skip_unreadable"),
     published=True,
 )
 def run(
-    asked: Asked,
-    out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
+    arguments: ExperimentArguments,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The folder of the run. Default: a new folder in runs/.")
+    ] = None,
     track: Track = None,
 ) -> None:
-    """Run one experiment: a federation on this machine, a table at the end, a folder that can be resumed.
+    """Run one experiment: simulate a federation on this machine, print a table of results and write a run folder.
 
     Examples:  [bold]fedmll run[/]  ·  [bold]fedmll run --method fedprox --data ml-cifar10 --root DATA --rounds 50[/]
     """
-    experiment = asked.experiment()
+    experiment = arguments.experiment()
     from fedmll.cli import display
-    from fedmll.running import loop
-    from fedmll.running.tracking import tracked
+    from fedmll.training import round_loop
+    from fedmll.training.trackers import add_trackers
 
-    out = out or fresh_folder(f"{Path(experiment.data.name).stem}-{experiment.method.name}-s{experiment.seed}")
-    with display.RunProgress(experiment.training.rounds) as progress, stoppable(f"fedmll resume {out}"):
-        result = loop.run(experiment, out, observer=tracked(names_in(track), out, progress))
+    out = out or new_run_folder(f"{Path(experiment.data.name).stem}-{experiment.method.name}-s{experiment.seed}")
+    with display.RunProgress(experiment.training.rounds) as progress, interruptible(f"fedmll resume {out}"):
+        result = round_loop.run(experiment, out, callback=add_trackers(split_names(track), out, progress))
     display.show_result(result)
 
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(help="A run's folder.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
     rounds: Annotated[
-        int | None, typer.Option("--rounds", help="Go on to this round instead; a finished run goes on too.")
+        int | None, typer.Option("--rounds", help="Continue up to this round, also after a finished run.")
     ] = None,
-    data: Annotated[str | None, typer.Option("--data", help="The data's name, if its file has moved.")] = None,
-    root: Annotated[Path | None, typer.Option("--root", help="Where the data lies now, if it has moved.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="The name of the data, if its file has moved.")] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="The folder of the data, if it has moved.")] = None,
     workers: Workers = None,
     device: Device = None,
     plugins: Plugins = None,
     track: Track = None,
-    drop: federation.Drop = None,
-    min_clients: federation.MinClients = None,
-    start_with: federation.StartWith = None,
-    round_timeout: federation.RoundTimeout = None,
-    listen: federation.Listen = None,
-    status: federation.Status = None,
-    passphrase_file: federation.PassphraseFile = None,
-    yes: federation.Yes = False,
+    drop: server.Drop = None,
+    min_clients: server.MinClients = None,
+    start_with: server.StartWith = None,
+    round_timeout: server.RoundTimeout = None,
+    listen: server.Listen = None,
+    status: server.Status = None,
+    passphrase_file: server.PassphraseFile = None,
+    yes: server.Yes = False,
 ) -> None:
-    """Go on with a run that was stopped or killed, from its last checkpoint, to the very same result.
+    """Continue a run that was stopped or killed, from its last checkpoint, with the same result as without the stop.
 
     Examples:  [bold]fedmll resume runs/first[/]  ·  [bold]fedmll resume runs/first --rounds 40[/]
     """
     from fedmll.cli import display
-    from fedmll.running import loop
-    from fedmll.running.tracking import tracked
+    from fedmll.runs.run_folder import RunFolder
+    from fedmll.training import round_loop
+    from fedmll.training.trackers import add_trackers
 
     code = {} if plugins is None else {"plugins": [str(file.absolute()) for file in plugins]}
-    total = rounds or loop.experiment_in(folder, code).training.rounds
-    changes = given(drop=drop, min_clients=min_clients, start_with=start_with, round_timeout=round_timeout)
-    changes |= given(address=None if listen is None else federation.address_in(listen), status=status)
-    if (folder / "server.json").is_file():  # a real federation's server
+    total = rounds or RunFolder(folder).load_experiment(code).training.rounds
+    changes = drop_none(drop=drop, min_clients=min_clients, start_with=start_with, round_timeout=round_timeout)
+    address = None if listen is None else parse_address(listen, "--listen", example="0.0.0.0:8000")
+    changes |= drop_none(address=address, status=status)
+    if (folder / "server.json").is_file():  # the server of a real federation
         if rounds or data or root or workers is not None or device or plugins:
-            raise ConfigError(f"A federation between machines goes on as it began. {federation.CHANGEABLE}")
-        federation.go_on(folder, total, changes, passphrase_file, names_in(track), yes)
+            raise ConfigError(f"A real federation continues with its original settings. {server.CHANGEABLE}")
+        server.resume_server(folder, total, changes, passphrase_file, split_names(track), yes)
         return
     if changes or yes:
-        raise ConfigError(f"{folder} is not a federation between machines. {federation.CHANGEABLE}")
-    with display.RunProgress(total) as progress, stoppable(f"fedmll resume {folder}"):
-        result = loop.resume(
+        raise ConfigError(f"{folder} is not a real federation. {server.CHANGEABLE}")
+    with display.RunProgress(total) as progress, interruptible(f"fedmll resume {folder}"):
+        result = round_loop.resume(
             folder,
-            observer=tracked(names_in(track), folder, progress),
-            engine=given(workers=workers, device=device),
+            callback=add_trackers(split_names(track), folder, progress),
+            engine=drop_none(workers=workers, device=device),
             rounds=rounds,
-            data=given(name=data, root=root),
+            data=drop_none(name=data, root=root),
             plugins=plugins,
         )
     display.show_result(result)
@@ -145,27 +148,23 @@ def resume(
 
 compare.register(app)
 show.register(app)
-
-
 predict.register(app)
 report.register(app)
 methods.register(app)
 presets.register(app)
-datasets.register(data.data_app)
 app.add_typer(data.data_app, name="data")
-app.add_typer(weights.weights_app, name="weights")
-federation.register(app)
+app.add_typer(data.weights_app, name="weights")
+server.register(app)
 site.register(app)
-validate.register(app)
 app.add_typer(keys.keys_app, name="keys")
 app.add_typer(audit.audit_app, name="audit")
 
 
 def main() -> None:
     try:
-        app(with_optional_value(sys.argv[1:]))
+        app(fill_optional_values(sys.argv[1:]))
     except FedmllError as error:
-        from fedmll.cli.tables import errors
+        from fedmll.cli.output import errors
 
         lines = "\n".join(printable(line, 4000) for line in str(error).splitlines())
         errors.print(f"[red]error:[/] {escape(lines)}", soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""The options that commands share, and what they mean."""
+"""Options that several commands share, and how they become an experiment."""
 
 from __future__ import annotations
 
@@ -13,41 +13,46 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from fedmll import registry
-from fedmll.cli.presets import PRESET, preset
-from fedmll.errors import ConfigError
+from fedmll.config.presets import PREFIX, load_preset
+from fedmll.core import registry
+from fedmll.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 File = Annotated[
     Path | None,
-    typer.Argument(metavar="FILE.toml", help="The experiment, or preset:PAPER/TABLE; without it, the defaults."),
+    typer.Argument(
+        metavar="FILE.toml", help="An experiment file, or preset:PAPER/TABLE. Default: the default experiment."
+    ),
 ]
-Root = Annotated[Path | None, typer.Option("--root", help="Where the data lies.", show_default=False)]
-Workers = Annotated[int | None, typer.Option("--workers", help="Worker processes; 0: in this process. Default: cores.")]
+Root = Annotated[Path | None, typer.Option("--root", help="The folder (or file) of the data.", show_default=False)]
+Workers = Annotated[
+    int | None, typer.Option("--workers", help="Worker processes; 0: train in this process. Default: one per core.")
+]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or auto.")]
 SkipUnreadable = Annotated[
-    bool, typer.Option("--skip-unreadable", help="Leave out images that are missing or cannot be decoded.")
+    bool, typer.Option("--skip-unreadable", help="Skip images that are missing or cannot be decoded.")
 ]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="section.key=value", help="Any setting, e.g. training.lr=3e-4.")
+    list[str] | None,
+    typer.Option("--set", metavar="section.key=value", help="Any setting, for example training.lr=3e-4; repeatable."),
 ]
 
 
-def take_settings(context: typer.Context, file: Path | None) -> Path | None:
-    """A command's own options from a TOML; what is said on the command line counts more."""
+def read_options_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Read a command's options from a TOML file. Options on the command line take precedence."""
     if file is None:
         return None
-    from fedmll.errors import nearest
-    from fedmll.experiment import read_toml
+    from fedmll.config.toml_values import read_toml
+    from fedmll.core.text import suggest
 
     known = {parameter.name or "" for parameter in context.command.params} - {"settings", "help"}
     values = {name.replace("-", "_"): value for name, value in read_toml(file).items()}
-    strange = next((name for name in values if name not in known), None)
-    if strange is not None:
+    unknown = next((name for name in values if name not in known), None)
+    if unknown is not None:
         shown = [name.replace("_", "-") for name in known]
-        raise ConfigError(f"{file}: '{strange}' is no option of `{context.info_name}`{nearest(strange, shown)}")
+        raise ConfigError(f"{file}: '{unknown}' is not an option of `{context.info_name}`{suggest(unknown, shown)}")
     repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
     context.default_map = {
         name: ",".join(map(str, value)) if isinstance(value, list) and name not in repeatable else value
@@ -58,27 +63,31 @@ def take_settings(context: typer.Context, file: Path | None) -> Path | None:
 
 Settings = Annotated[
     Path | None,
-    typer.Option("--settings", metavar="FILE.toml", help="These options from a file: name = \"hospital-a\", …",
-                 is_eager=True, callback=take_settings),
+    typer.Option("--settings", metavar="FILE.toml", help="Read these options from a file: name = \"hospital-a\", …",
+                 is_eager=True, callback=read_options_file),
 ]  # fmt: skip
 Plugins = Annotated[
     list[Path] | None,
-    typer.Option("--plugin", metavar="FILE.py", help="Python code with methods, data, … of your own; repeatable."),
+    typer.Option(
+        "--plugin", metavar="FILE.py", help="A Python file with your own methods, data sources, …; repeatable."
+    ),
 ]
 Classes = Annotated[str | None, typer.Option("--classes", help="Use only these columns, comma-separated.")]
-Ignore = Annotated[str | None, typer.Option("--ignore", help="Columns that are no classes, comma-separated.")]
+Ignore = Annotated[str | None, typer.Option("--ignore", help="Columns to ignore, comma-separated.")]
 Group = Annotated[
-    str | None, typer.Option("--group", help="The column whose rows stay on one side of a split: patient.")
+    str | None,
+    typer.Option("--group", help="The patient column: all rows of a patient stay on one side of each split."),
 ]
 Window = Annotated[
-    str | None, typer.Option("--window", help="LOW,HIGH: what becomes black and white in images of more than 8 bits.")
+    str | None,
+    typer.Option("--window", help="LOW,HIGH: the values that become black and white in images with more than 8 bits."),
 ]
 Track = Annotated[
     str | None,
     typer.Option(
         "--track",
         metavar="[NAMES]",
-        help="Also send every round to tensorboard (default) or mlflow, comma-separated (extra `track`).",
+        help="Also log each round to tensorboard (default) or mlflow, comma-separated (extra `track`).",
     ),
 ]
 Published = Annotated[
@@ -86,89 +95,99 @@ Published = Annotated[
     typer.Option(
         "--as-published",
         metavar="[METHOD]",
-        help="Train as a method's paper does (rounds, lr, …): the chosen method's own, or another's.",
+        help="Use the training settings of a method's paper (rounds, lr, …). Default: the chosen method.",
     ),
 ]
-OWN = "own"  # --as-published without a name: the paper of the method that is run
+OWN = "own"  # --as-published without a name: the paper of the chosen method
 
-# An option that is a setting: which, and how it is shown
+# option → its setting and its help
 SETTINGS: dict[str, tuple[str, Any]] = {
     "method": ("method.name", Annotated[str | None, typer.Option(help="A method (see `fedmll methods`).")]),
     "data": ("data.name", Annotated[str | None, typer.Option(help="A data source (see `fedmll data list`).")]),
     "root": ("data.root", Root),
     "backbone": (
         "model.backbone",
-        Annotated[str | None, typer.Option(help="convnet, resnet18, vit; mlp for feature vectors.")],
+        Annotated[str | None, typer.Option(help="convnet, resnet18, vit, …; mlp for feature vectors.")],
     ),
-    "clients": ("partition.clients", Annotated[int | None, typer.Option(help="How many clients.")]),
-    "rounds": ("training.rounds", Annotated[int | None, typer.Option(help="How many rounds.")]),
-    "seed": ("seed", Annotated[int | None, typer.Option(help="The seed of everything random.")]),
+    "clients": ("partition.clients", Annotated[int | None, typer.Option(help="The number of clients.")]),
+    "rounds": ("training.rounds", Annotated[int | None, typer.Option(help="The number of rounds.")]),
+    "seed": ("seed", Annotated[int | None, typer.Option(help="The seed of all random draws.")]),
     "workers": ("engine.workers", Workers),
     "device": ("engine.device", Device),
     "skip_unreadable": ("data.skip_unreadable", SkipUnreadable),
 }
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a command line says of an experiment."""
+@dataclass(frozen=True, kw_only=True)
+class ExperimentArguments:
+    """The parts of a command line that define an experiment."""
 
     file: Path | None
     options: dict[str, Any]  # section.key → value
-    settings: list[str] | None  # --set
-    plugins: list[Path] | None
+    settings: list[str] | None = None  # --set
+    plugins: list[Path] | None = None
     published: str | None = None
 
     def experiment(self) -> Experiment:
-        """The file's values, then the options, then --set; published settings only where none of them speaks."""
-        from fedmll.experiment import Experiment, merged, read_toml
+        """The experiment: values of the file, then options, then --set. Published settings fill in the others."""
+        from fedmll.config.experiment import Experiment
+        from fedmll.config.toml_values import merge_overrides, read_toml
 
-        if self.file is not None and str(self.file).startswith(PRESET):
-            values = self._of_method(preset(str(self.file)))
+        if self.file is not None and str(self.file).startswith(PREFIX):
+            values = self._without_other_options(load_preset(str(self.file)))
         else:
-            values = {} if self.file is None else self._of_method(read_toml(self.file))
-        values = merged(values, given(**self.options) | parse_settings(self.settings))
+            values = {} if self.file is None else self._without_other_options(read_toml(self.file))
+        values = merge_overrides(values, drop_none(**self.options) | parse_settings(self.settings))
         if self.plugins:
             values["plugins"] = [*values.get("plugins", []), *map(str, self.plugins)]
         if self.published is not None:
-            load_files([Path(file) for file in values.get("plugins", [])])  # the paper may be a plug-in's
+            load_plugin_files([Path(file) for file in values.get("plugins", [])])  # the method may be in a plug-in
             values = as_published(self.published, values)
         return Experiment.make(values)
 
-    def _of_method(self, values: dict[str, Any]) -> dict[str, Any]:
-        """With --method, the options of another method that the file has are left out, and it is said."""
+    def _without_other_options(self, values: dict[str, Any]) -> dict[str, Any]:
+        """With --method, drop the file's options of another method, and print a message."""
         name, section = self.options.get("method.name"), values.get("method")
         if name is None or not isinstance(section, dict) or section.get("name", name) == name:
             return values
-        bounded = parse_settings(self.settings).get("method.of", section.get("of")) == section["name"]
+        is_bound = parse_settings(self.settings).get("method.of", section.get("of")) == section["name"]
         others = sorted(section.keys() - {"name"})
-        if not others or bounded:  # an upper bound has the options of what it bounds
+        if not others or is_bound:  # an upper bound takes the options of its method
             return values
-        from fedmll.cli.tables import say
+        from fedmll.cli.output import say
 
         say(f"--method {name}: the options of {section['name']} in {self.file} are not used ({', '.join(others)})")
         return {**values, "method": {}}
 
 
-def asks(*names: str, published: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command FILE.toml, these options of SETTINGS, --set and --plugin; they arrive as its `asked`."""
+def experiment_options(*names: str, published: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that gives a command FILE.toml, these options of SETTINGS, --set and --plugin.
+
+    The command gets them as its parameter `arguments`.
+    """
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters.values()
         shared: dict[str, tuple[Any, Any]] = {"file": (File, None)}
         shared |= {name: (SETTINGS[name][1], False if name == "skip_unreadable" else None) for name in names}
-        shared |= {p.name: (p.annotation, p.default) for p in own if p.name != "asked"}
+        shared |= {p.name: (p.annotation, p.default) for p in own if p.name != "arguments"}
         shared |= {"settings": (Set, None), "plugins": (Plugins, None)}
         shared |= {"as_published": (Published, None)} if published else {}
 
-        def called(**said: Any) -> None:
-            options = {SETTINGS[name][0]: said.pop(name) for name in names}
-            if not options.get("data.skip_unreadable"):  # not said
+        def called(**values: Any) -> None:
+            options = {SETTINGS[name][0]: values.pop(name) for name in names}
+            if not options.get("data.skip_unreadable"):  # not given
                 options.pop("data.skip_unreadable", None)
-            rest = (said.pop("settings"), said.pop("plugins"), said.pop("as_published", None))
-            command(asked=Asked(said.pop("file"), options, *rest), **said)
+            arguments = ExperimentArguments(
+                file=values.pop("file"),
+                options=options,
+                settings=values.pop("settings"),
+                plugins=values.pop("plugins"),
+                published=values.pop("as_published", None),
+            )
+            command(arguments=arguments, **values)
 
-        # what Typer reads a command's options from
+        # Typer reads the options of a command from these
         called.__annotations__ = {name: annotation for name, (annotation, _) in shared.items()}
         called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
@@ -182,18 +201,18 @@ def asks(*names: str, published: bool = False) -> Callable[[Callable[..., None]]
     return wrap
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
+def drop_none(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def load_files(plugins: list[Path] | None) -> None:
+def load_plugin_files(plugins: list[Path] | None) -> None:
     for file in plugins or []:
-        registry.load_file(file.expanduser().absolute())
+        registry.load_plugin_file(file.expanduser().absolute())
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:
-    from fedmll.experiment import parse_value
+    from fedmll.config.toml_values import parse_value
 
     values = {}
     for setting in settings or []:
@@ -204,8 +223,8 @@ def parse_settings(settings: list[str] | None) -> dict[str, Any]:
     return values
 
 
-def with_optional_value(words: list[str]) -> list[str]:
-    """Options whose value may be left out, which Typer does not have: what is meant then is put in."""
+def fill_optional_values(words: list[str]) -> list[str]:
+    """Insert default values of options whose value may be left out, which Typer does not support."""
     filled: list[str] = []
     for place, word in enumerate(words):
         filled.append(word)
@@ -213,46 +232,50 @@ def with_optional_value(words: list[str]) -> list[str]:
         no_value = following.startswith("-") or following.endswith(".toml")
         if word == "--as-published" and no_value:
             filled.append(OWN)
-        if word == "--track" and (no_value or Path(following).exists()):  # a folder or a file is not a tracker's name
+        if word == "--track" and (
+            no_value or Path(following).exists()
+        ):  # a folder or a file is not the name of a tracker
             filled.append("tensorboard")
     return filled
 
 
 def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The values with what a paper says where they say nothing; what it says and cannot be set here is named."""
-    from fedmll.cli.tables import errors
-    from fedmll.experiment import merged
+    """Fill in a paper's settings where `values` has none; print those that cannot be used here."""
+    from fedmll.cli.output import errors
+    from fedmll.config.toml_values import merge_overrides
 
     name = str(values.get("method", {}).get("name", "fedavg")) if whose == OWN else whose
     method = registry.find("method", name)
     if not method.published:
         known = ", ".join(known for known, cls in registry.all_of("method").items() if cls.published)
-        raise ConfigError(f"'{name}' has no published settings of its own; say whose: --as-published {known}.")
+        raise ConfigError(f"'{name}' has no published settings; name a method: --as-published {known}.")
 
-    def said(key: str) -> bool:
+    def is_set(key: str) -> bool:
         section, _, option = key.partition(".")
         return option in values.get(section, {})
 
-    added = {key: value for key, value in method.published.items() if not said(key)}
+    added = {key: value for key, value in method.published.items() if not is_set(key)}
     clients = values.get("partition", {}).get("clients", added.get("partition.clients"))
-    theirs = whose not in (OWN, values.get("method", {}).get("name"))  # another method has not its options
+    other_method = whose not in (OWN, values.get("method", {}).get("name"))  # its method options do not apply
     missing = {
-        key: what for key, what in method.unpublished.items() if not said(key) and not (theirs and "method." in key)
+        key: what
+        for key, what in method.unpublished.items()
+        if not is_set(key) and not (other_method and "method." in key)
     }
     if clients is not None and added.get("participation.count", 0) > clients:
-        missing["participation.count"] = f"{added.pop('participation.count')} clients a round; there are {clients}"
+        missing["participation.count"] = f"{added.pop('participation.count')} clients per round; there are {clients}"
     for key, what in missing.items():
         errors.print(f"[yellow]not as published:[/] {key}; the paper: {what}", highlight=False, soft_wrap=True)
-    return merged(values, added)
+    return merge_overrides(values, added)
 
 
-def names_in(text: str | None) -> tuple[str, ...]:
-    """Names, comma-separated."""
+def split_names(text: str | None) -> tuple[str, ...]:
+    """Split comma-separated names."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def window_in(text: str | None) -> tuple[float, float] | None:
-    """LOW,HIGH"""
+def parse_window(text: str | None) -> tuple[float, float] | None:
+    """Parse LOW,HIGH."""
     if text is None:
         return None
     try:
@@ -263,8 +286,8 @@ def window_in(text: str | None) -> tuple[float, float] | None:
 
 
 @contextmanager
-def stoppable(hint: str) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop cleanly and say how to go on."""
+def interruptible(hint: str) -> Iterator[None]:
+    """On Ctrl-C and SIGTERM, stop cleanly and print how to continue."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -273,16 +296,16 @@ def stoppable(hint: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        from fedmll.cli.tables import errors
+        from fedmll.cli.output import errors
 
-        errors.print(f"\nStopped. Go on with: [bold]{escape(hint)}[/]", soft_wrap=True)
+        errors.print(f"\nStopped. Continue with: [bold]{escape(hint)}[/]", soft_wrap=True)
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def fresh_folder(name: str) -> Path:
-    """runs/NAME, or runs/NAME-2, … : the first that does not exist."""
+def new_run_folder(name: str) -> Path:
+    """The first of runs/NAME, runs/NAME-2, … that does not exist."""
     base = Path("runs") / name.replace(":", "-").replace("/", "-")
     folder, number = base, 1
     while folder.exists():

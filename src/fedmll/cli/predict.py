@@ -1,4 +1,4 @@
-"""The commands for a finished model: predict, export, errors, tune."""
+"""The commands for trained models: predict, export, errors, tune."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ import typer
 from rich.markup import escape
 
 from fedmll.cli.options import Plugins
-from fedmll.cli.tables import console, errors, plain_table, say
-from fedmll.errors import ConfigError, DataError
+from fedmll.cli.output import console, errors, plain_table, say, warnings_of
+from fedmll.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from fedmll.running.images import Prediction
-    from fedmll.running.model import SavedModel
+    from fedmll.inference.image_stream import ImagePrediction
+    from fedmll.inference.load import SavedRun
+    from fedmll.inference.model_file import SavedModel
 
-SHOWN = 20  # rows in the terminal; a file has all
+MAX_ROWS = 20  # in the terminal; a file has all rows
 TUNED = "tuned"
 
-RunOrModel = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, or a model.safetensors.")]
+RunOrModel = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_MODEL", help="The folder of a run, or a model.safetensors file.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -35,70 +38,85 @@ def register(app: typer.Typer) -> None:
 
 def predict(
     model: RunOrModel,
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGES…", help="Image files, or folders of them.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGES…", help="Image files, or folders of image files.")],
     known: Annotated[
         list[str] | None,
-        typer.Option("--known", metavar="class=1", help="A label that is known of all of them, 1 or 0; repeatable."),
+        typer.Option("--known", metavar="class=1", help="A label that is known for all images, 1 or 0; repeatable."),
     ] = None,
     threshold: Annotated[
-        str, typer.Option("--threshold", help="What is predicted: p above it; `tuned`: each class's own.")
+        str,
+        typer.Option(
+            "--threshold", help="Predict classes with a probability above this; `tuned`: one threshold per class."
+        ),
     ] = "0.5",
-    top: Annotated[int | None, typer.Option("--top", min=1, help="Or: the K most probable classes.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="All probabilities: FILE.csv, .json or .parquet.")] = None,
+    top: Annotated[
+        int | None, typer.Option("--top", min=1, help="Instead of a threshold: the K most probable classes.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write all probabilities to FILE.csv, .json or .parquet.")
+    ] = None,
     plugins: Plugins = None,
 ) -> None:
-    """What a trained model says of images: a table, and with --out a file.
+    """Predict the labels of images with a trained model; print a table and write a file with --out.
 
     Examples:  [bold]fedmll predict runs/first scan.png[/]  ·  [bold]fedmll predict runs/first IMAGES --out p.csv[/]
     """
-    from fedmll.running.images import image_files
-    from fedmll.running.saved import SavedRun, run_or_model
-    from fedmll.running.written import table_file
+    from fedmll.inference.image_stream import find_images
+    from fedmll.inference.prediction_writer import open_prediction_writer
 
-    found = run_or_model(model, plugins=plugins)
-    used = found.model if isinstance(found, SavedRun) else found
-    told = known_in(known)
-    cuts = thresholds_in(threshold, used)
-    paths = image_files(images)
-    shown: list[tuple[str, ...]] = []
+    _, used = load_model_of(model, plugins)
+    known_labels = parse_known(known)
+    thresholds = parse_thresholds(threshold, used)
+    paths = find_images(images)
+    rows: list[tuple[str, ...]] = []
     unreadable: list[str] = []
     with ExitStack() as stack:
-        write = None if out is None else stack.enter_context(table_file(out, used.classes))
+        write = None if out is None else stack.enter_context(open_prediction_writer(out, used.classes))
         advance = stack.enter_context(progress_over(len(paths)))
-        for prediction in used.stream(paths, told or None):
-            chosen = chosen_of(prediction, cuts, top)
+        for prediction in used.stream(paths, known_labels or None):
+            chosen = predicted_classes(prediction, thresholds, top)
             if prediction.probabilities is None:
                 unreadable.append(f"{prediction.path} ({prediction.reason})")
-            elif len(shown) < SHOWN:
-                shown.append((str(prediction.path), listed(prediction, chosen, used)))
+            elif len(rows) < MAX_ROWS:
+                rows.append((str(prediction.path), format_prediction(prediction, chosen, used)))
             if write is not None:
                 write(prediction, [used.classes[label] for label in chosen])
             advance()
         if len(unreadable) == len(paths):
             raise DataError(unreadable_text(unreadable, len(paths)))
-    report(shown, len(paths) - len(unreadable), out)
+    print_predictions(rows, len(paths) - len(unreadable), out)
     if unreadable:
         errors.print(f"[yellow]warning:[/] {escape(unreadable_text(unreadable, len(paths)))}", soft_wrap=True)
 
 
-def report(shown: list[tuple[str, ...]], count: int, out: Path | None) -> None:
+def load_model_of(path: Path, plugins: list[Path] | None) -> tuple[SavedRun | SavedModel, SavedModel]:
+    """The run or model at a path, and its model. A warning names plug-ins that differ from the model's."""
+    from fedmll.inference.load import SavedRun, load_run_or_model
+    from fedmll.inference.model_metadata import PluginWarning
+
+    with warnings_of(PluginWarning):
+        found = load_run_or_model(path, plugins=plugins)
+        return found, found.model if isinstance(found, SavedRun) else found
+
+
+def print_predictions(rows: list[tuple[str, ...]], count: int, out: Path | None) -> None:
     console.print(
-        plain_table("predictions", ("image", "classes"), [tuple(map(escape, row)) for row in shown], words=True)
+        plain_table("predictions", ("image", "classes"), [tuple(map(escape, row)) for row in rows], words=True)
     )
-    more = count - len(shown)
+    more = count - len(rows)
     if more:
-        say(f"and {more} more" + ("" if out is not None else "; --out FILE.csv has all"))
+        say(f"and {more} more" + ("" if out is not None else "; --out FILE.csv writes all"))
     if out is not None:
-        say(f"every probability in {out}")
+        say(f"all probabilities written to {out}")
 
 
 def unreadable_text(unreadable: list[str], count: int) -> str:
-    from fedmll.data.images.reading import some
+    from fedmll.data.images.problems import abbreviate
 
-    return f"{len(unreadable)} of {count} images cannot be read: {some(unreadable)}."
+    return f"{len(unreadable)} of {count} images cannot be read: {abbreviate(unreadable)}."
 
 
-def known_in(known: list[str] | None) -> dict[str, int]:
+def parse_known(known: list[str] | None) -> dict[str, int]:
     found = {}
     for text in known or ():
         name, equals, value = text.rpartition("=")
@@ -108,7 +126,7 @@ def known_in(known: list[str] | None) -> dict[str, int]:
     return found
 
 
-def thresholds_in(text: str, model: SavedModel) -> NDArray[np.float64]:
+def parse_thresholds(text: str, model: SavedModel) -> NDArray[np.float64]:
     import numpy as np
 
     if text == TUNED:
@@ -125,23 +143,23 @@ def thresholds_in(text: str, model: SavedModel) -> NDArray[np.float64]:
     return np.full(len(model.classes), value)
 
 
-def chosen_of(prediction: Prediction, cuts: NDArray[np.float64], top: int | None) -> list[int]:
+def predicted_classes(prediction: ImagePrediction, thresholds: NDArray[np.float64], top: int | None) -> list[int]:
     """The predicted classes, the most probable first."""
     if prediction.probabilities is None:
         return []
     order = (-prediction.probabilities).argsort(kind="stable").tolist()
     if top is not None:
         return order[:top]
-    return [label for label in order if prediction.probabilities[label] > cuts[label]]
+    return [label for label in order if prediction.probabilities[label] > thresholds[label]]
 
 
-def listed(prediction: Prediction, chosen: list[int], model: SavedModel) -> str:
+def format_prediction(prediction: ImagePrediction, chosen: list[int], model: SavedModel) -> str:
     assert prediction.probabilities is not None
     return ", ".join(f"{model.classes[label]} {prediction.probabilities[label]:.3f}" for label in chosen) or "none"
 
 
 def progress_over(count: int) -> Any:
-    """A bar for more images than one looks at."""
+    """A progress bar, shown if there is more than one image."""
     from contextlib import contextmanager
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -160,38 +178,42 @@ def progress_over(count: int) -> Any:
 def export(
     model: RunOrModel,
     to: Annotated[str, typer.Option("--to", help="onnx (extra `export`), safetensors or torchscript.")] = "onnx",
-    out: Annotated[Path | None, typer.Option("--out", help="The folder. Default: export/ in the run's folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The folder to write to. Default: export/ in the folder of the run.")
+    ] = None,
     plugins: Plugins = None,
 ) -> None:
-    """The model for other programs, with a model card: raw pixels in, probabilities out.
+    """Export a model for other programs, with a model card. Its input is raw pixels, its output probabilities.
 
     Example:  [bold]fedmll export runs/first --to onnx --out first-onnx[/]
     """
-    from fedmll.running.export import export as write
-    from fedmll.running.saved import run_or_model
+    from fedmll.inference.export import export as write
 
     folder = out or (model if model.is_dir() else model.parent) / "export"
-    for file in write(run_or_model(model, plugins=plugins), to, folder):
+    found, _ = load_model_of(model, plugins)
+    for file in write(found, to, folder):
         say(f"written: {file}")
 
 
 def show_errors(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    top: Annotated[int, typer.Option("--top", min=1, help="Mistakes a class.")] = 5,
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    top: Annotated[int, typer.Option("--top", min=1, help="Mistakes per class.")] = 5,
     threshold: Annotated[str, typer.Option("--threshold", help="A number, or `tuned`.")] = "0.5",
-    out: Annotated[Path, typer.Option("--out", help="The sheet of images.")] = Path("errors.png"),
+    out: Annotated[Path, typer.Option("--out", help="The image file to write.")] = Path("errors.png"),
     plugins: Plugins = None,
 ) -> None:
-    """The most confident mistakes on the test data, by class; where the data is there, also a sheet of the images.
+    """Show the most confident mistakes on the test data, per class; if the data is available, also as images.
 
     Example:  [bold]fedmll errors runs/first --top 8[/]
     """
-    from fedmll.analysis import mistakes
-    from fedmll.running.saved import load_run
+    from fedmll.inference.load import load_run
+    from fedmll.inference.model_metadata import PluginWarning
+    from fedmll.reports.figures import mistakes
 
     run = load_run(folder, plugins=plugins)
-    kept = run.predictions()
-    found = mistakes.mistakes(kept, top, thresholds_in(threshold, run.model))
+    with warnings_of(PluginWarning):
+        kept = run.predictions()
+        found = mistakes.find_mistakes(kept, top, parse_thresholds(threshold, run.model))
     rows = [
         (
             escape(name),
@@ -202,52 +224,61 @@ def show_errors(
         for name, all_wrong in found.items()
         for wrong in all_wrong
     ]
-    console.print(plain_table("most confident mistakes", ("class", "truth", "p", "sample"), rows, words=True))
+    console.print(plain_table("most confident mistakes", ("class", "truth", "probability", "sample"), rows, words=True))
     if not rows:
         return
     try:
-        store = mistakes.images_of(run)
+        store = mistakes.load_images(run)
     except (DataError, ConfigError) as error:
         say(f"No sheet of images: {error}")
         return
-    mistakes.draw(out, kept, found, store)
+    mistakes.write_mistake_sheet(out, kept, found, store)
     say(f"images in {out}")
 
 
 def tune(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     goal: Annotated[
         str,
         typer.Option(
             "--for",
-            help="f1; recall=0.9 or precision=0.8 on the validation data; find=0.9: of new data, with a guarantee.",
+            help="f1; recall=0.9 or precision=0.8 on the validation data; conformal_recall=0.9: a recall "
+            "that is guaranteed for new samples.",
         ),
     ] = "f1",
     calibrate: Annotated[
-        str, typer.Option("--calibrate", help="Also the probabilities: platt (a class), temperature, none.")
+        str, typer.Option("--calibrate", help="Also calibrate probabilities: platt (per class), temperature or none.")
     ] = "none",
     plugins: Plugins = None,
 ) -> None:
-    """Choose each class's threshold on the run's validation data: `predict --threshold tuned` uses it.
+    """Choose a threshold per class on the validation data of a run, for `predict --threshold tuned`.
 
-    Example:  [bold]fedmll tune runs/first --for find=0.9 --calibrate platt[/]
+    Example:  [bold]fedmll tune runs/first --for conformal_recall=0.9 --calibrate platt[/]
     """
-    from fedmll.evaluation.metrics import mean_of
-    from fedmll.running import thresholds, tuned
-    from fedmll.running.saved import load_run
+    from fedmll.evaluation import thresholds
+    from fedmll.evaluation.metrics import mean_of_defined
+    from fedmll.inference import tune_thresholds as tuned
+    from fedmll.inference.load import load_run
+    from fedmll.inference.model_metadata import PluginWarning
 
-    found = tuned.tune(load_run(folder, plugins=plugins), goal, calibrate)
-    measured = (found.thresholds, 100 * found.cut.recall, 100 * found.cut.precision, 100 * found.cut.f1)
+    with warnings_of(PluginWarning):
+        found = tuned.tune(load_run(folder, plugins=plugins), goal, calibrate)
+    measured = (
+        found.thresholds,
+        100 * found.confusion.recall,
+        100 * found.confusion.precision,
+        100 * found.confusion.f1,
+    )
     rows = [
         (escape(name), f"{threshold:.4f}", *(f"{value:.1f}" for value in values))
         for name, threshold, *values in zip(found.classes, *measured, strict=True)
     ]
     header = ("class", "threshold", "recall, %", "precision, %", "F1, %")
     console.print(plain_table(f"thresholds for {escape(goal)}, on the validation data", header, rows))
-    if goal.startswith("find"):
+    if goal.startswith("conformal_recall"):
         say(thresholds.GUARANTEE)
-    errors_now = [f"{mean_of(found.before.error):.2f} %"]
+    errors_now = [f"{mean_of_defined(found.before.error):.2f} %"]
     if found.after is not None:
-        errors_now.append(f"{mean_of(found.after.error):.2f} % calibrated (on the data it was fitted to)")
+        errors_now.append(f"{mean_of_defined(found.after.error):.2f} % calibrated (on the data it was fitted to)")
     say(f"expected calibration error, mean over classes: {', '.join(errors_now)}")
     say(f"written into {folder / 'model.safetensors'}")

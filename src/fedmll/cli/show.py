@@ -1,4 +1,4 @@
-"""The commands show and runs: what lies in a folder, finished or not. They only read."""
+"""The commands show and runs: the contents of run folders. They only read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fedmll.errors import ConfigError
+from fedmll.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedmll.running.comparison import Table
-    from fedmll.running.overview import Shown
+    from fedmll.runs.formatting import TextTable
+    from fedmll.runs.run_overview import RunRecord
 
 
 def register(app: typer.Typer) -> None:
@@ -20,78 +20,84 @@ def register(app: typer.Typer) -> None:
     app.command()(runs)
 
 
-def show(folder: Annotated[Path, typer.Argument(help="A run's folder, or a comparison's.")]) -> None:
-    """Show a run or a comparison, finished or not: where it is, and its figures so far. It only reads.
+def show(folder: Annotated[Path, typer.Argument(help="The folder of a run or of a comparison.")]) -> None:
+    """Show a run or a comparison, finished or not: its state and its metrics so far.
 
     Examples:  [bold]fedmll show runs/first[/]  ·  [bold]fedmll show runs/compare-ml-digits[/]
     """
-    from fedmll.running import overview
+    from fedmll.comparison.comparison_folder import ComparisonFolder
+    from fedmll.runs.run_folder import RunFolder
+    from fedmll.runs.run_overview import read_run, run_table
 
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder. `fedmll runs` lists what there is.")
-    if overview.is_run(folder):
-        _show_run(overview.read(folder))
+        raise ConfigError(f"There is no folder {folder}. `fedmll runs` lists all runs.")
+    if RunFolder(folder).is_run:
+        _show_run(read_run(folder))
         return
-    found = overview.read_comparison(folder)
-    for table in found.tables:
+    overview = ComparisonFolder(folder).read_overview()
+    for table in overview.tables:
         _print(str(folder), table)
-    for note in found.notes:
+    for note in overview.notes:
         _say(f"[yellow]note:[/] {escape(note)}")
-    if found.open:
-        _print("not finished", overview.run_table(found.open, folder))
-        _explain(found.open)
-    finished = len(found.runs) - len(found.open)
-    _say(f"{finished} of {len(found.runs)} runs that have begun are finished")
+    if overview.unfinished:
+        _print("not finished", run_table(overview.unfinished))
+        _explain(overview.unfinished)
+    finished = len(overview.runs) - len(overview.unfinished)
+    _say(f"{finished} of {len(overview.runs)} started runs are finished")
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="All runs below it.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="A folder with runs.")] = Path("runs"),
 ) -> None:
-    """List all runs below a folder: method, data, rounds done, state, main metric. It only reads.
+    """List all runs below a folder: method, data, rounds done, state, main metric.
 
     Examples:  [bold]fedmll runs[/]  ·  [bold]fedmll runs runs/compare-ml-digits[/]
     """
-    from fedmll.running import overview
+    from fedmll.runs.run_overview import find_runs, run_table
 
-    found = list(overview.runs_below(folder))
+    found = list(find_runs(folder))
     if not found:
         _say(f"no runs below {escape(str(folder))}")
         return
-    _print(str(folder), overview.run_table(found, folder), words=True)
+    _print(str(folder), run_table(found), words=True)
     _explain(found)
 
 
-def _show_run(run: Shown) -> None:
-    from fedmll.cli.federation import show_by_site
-    from fedmll.running import overview
+def _show_run(run: RunRecord) -> None:
+    from fedmll.cli.server import show_site_metrics
+    from fedmll.runs.run_folder import RunState
+    from fedmll.runs.run_overview import headline_table
 
-    if run.state != overview.UNREADABLE:
-        seed = f"{run.method} on {run.data}, seed {run.seed}"
-        _say(f"{escape(seed)}: {run.state}, round {run.done} of {run.rounds}, last written {run.day}")
+    if run.state is not RunState.UNREADABLE:
+        title = f"{run.method} on {run.data_name}, seed {run.seed}"
+        rounds = f"round {run.rounds_done} of {run.rounds}"
+        _say(f"{escape(title)}: {run.state}, {rounds}, last written {run.last_written}")
     if run.metrics:
-        title = "" if run.state == "finished" else f"after round {run.metrics.get('round', '?')}"
-        _print(title, overview.headline_table(run))
-    if run.state == "finished":
-        show_by_site(run.folder)
+        _print("" if run.is_finished else f"after round {run.metrics.get('round', '?')}", headline_table(run))
+    if run.is_finished:
+        show_site_metrics(run.folder.path)
     _explain([run])
-    if run.state in ("stopped", "failed"):
-        _say(f"go on with: [bold]fedmll resume {escape(str(run.folder))}[/]")
+    if run.state in (RunState.NOT_STARTED, RunState.STOPPED, RunState.FAILED):
+        _say(f"continue it with: [bold]fedmll resume {escape(str(run.folder))}[/]")
 
 
-def _explain(found: list[Shown]) -> None:
+def _explain(found: list[RunRecord]) -> None:
+    """Print why runs failed or cannot be read."""
+    from fedmll.runs.run_folder import RunState
+
     for run in found:
-        if run.reason:
+        if run.state in (RunState.FAILED, RunState.UNREADABLE):
             _say(f"[yellow]{run.state}:[/] {escape(str(run.folder))}: {escape(run.reason)}")
 
 
-def _print(title: str, table: Table, words: bool = False) -> None:
-    from fedmll.cli.tables import console, plain_table
+def _print(title: str, table: TextTable, words: bool = False) -> None:
+    from fedmll.cli.output import console, plain_table
 
     header, rows = table
     console.print(plain_table(escape(title), header, [[escape(text) for text in row] for row in rows], words))
 
 
 def _say(text: str) -> None:
-    from fedmll.cli.tables import console
+    from fedmll.cli.output import console
 
     console.print(text, soft_wrap=True, highlight=False)

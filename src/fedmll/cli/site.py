@@ -1,13 +1,17 @@
-"""The commands at a site: check, join."""
+"""The commands at a site: check, join, validate."""
 
 from __future__ import annotations
 
+import csv as csv_format
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from rich.markup import escape
 
-from fedmll.cli.federation import INSECURE, Insecure, PassphraseFile
 from fedmll.cli.options import (
     Classes,
     Group,
@@ -16,214 +20,365 @@ from fedmll.cli.options import (
     Settings,
     SkipUnreadable,
     Window,
-    load_files,
-    names_in,
-    stoppable,
-    window_in,
+    interruptible,
+    load_plugin_files,
+    parse_window,
+    split_names,
 )
-from fedmll.errors import ConfigError, DataError
+from fedmll.cli.predict import load_model_of
+from fedmll.cli.server import INSECURE, Insecure, PassphraseFile
+from fedmll.core.errors import ConfigError, DataError
+from fedmll.core.network import is_address
 
 if TYPE_CHECKING:
-    from fedmll.deploy.joining import Access
-    from fedmll.deploy.site import Site
+    from fedmll.deploy.site.join import ServerAccess
+    from fedmll.deploy.site.site_config import Site
+    from fedmll.deploy.site.validate import ModelValidation
 
-Csv = Annotated[Path, typer.Option("--csv", help="An image a row, a column a class: 1, 0 or blank (unknown).")]
-Images = Annotated[Path, typer.Option("--images", help="The folder that the CSV's paths start from.")]
-Rename = Annotated[
-    Path | None,
-    typer.Option("--rename", metavar="FILE.csv", help="Your names of classes and the study's: columns own,study."),
-]
-Ca = Annotated[Path, typer.Option("--ca", help="The CA's certificate, from the server's operator.")]
-Key = Annotated[Path | None, typer.Option("--key", help="Your private key. Default: keys/NAME.key.")]
-Memory = Annotated[Path | None, typer.Option("--memory", help="Where your client remembers. Default: fedmll-NAME.")]
-MinCount = Annotated[
-    int, typer.Option("--min-count", help="Counts of fewer images with, or without, a class do not leave.")
-]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
-Patience = Annotated[float, typer.Option("--patience", help="Seconds to wait for a server that is away.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Approve the experiment without being asked.")]
-Weights = Annotated[
-    list[Path] | None,
-    typer.Option("--weights", metavar="FILE", help="Your copy of a file the experiment starts from; repeatable."),
-]
-CA = Path("keys/ca.crt")
-PATIENCE = 12 * 3600
+FOLDER = "folder"  # the only kind of data at a site
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteOptions:
+    """The options that check, join and validate share: the site's data and keys."""
+
+    csv: Annotated[
+        Path,
+        typer.Option("--csv", help="The labels: one row per image, one column per class; 1, 0 or blank (unknown)."),
+    ]
+    images: Annotated[Path, typer.Option("--images", help="The folder that the paths in the CSV start from.")]
+    settings: Settings = None
+    classes: Classes = None
+    ignore: Ignore = None
+    group: Group = None
+    window: Window = None
+    skip_unreadable: SkipUnreadable = False
+    rename: Annotated[
+        Path | None,
+        typer.Option(
+            "--rename", metavar="FILE.csv", help="Your class names and the study's: a CSV with the columns own,study."
+        ),
+    ] = None
+    ca: Annotated[Path, typer.Option("--ca", help="The CA's certificate, from the server's operator.")] = Path(
+        "keys/ca.crt"
+    )
+    key: Annotated[Path | None, typer.Option("--key", help="Your private key. Default: keys/NAME.key.")] = None
+    passphrase_file: PassphraseFile = None
+    insecure: Insecure = False
+    state_dir: Annotated[
+        Path | None,
+        typer.Option("--state-dir", metavar="DIR", help="Your client's own folder. Default: fedmll-NAME."),
+    ] = None
+
+    def site(self, name: str, **more: Any) -> Site:
+        """The site that these options describe; `more` are further fields of `Site`."""
+        from fedmll.deploy.security.client_keys import check_client_name
+        from fedmll.deploy.site.site_config import Site
+
+        folder = self.state_dir or Path(f"fedmll-{check_client_name(name)}")
+        return Site(
+            name=name,
+            csv=self.csv.resolve(),
+            images=self.images.resolve(),
+            state_dir=folder.resolve(),
+            classes=split_names(self.classes),
+            ignore=split_names(self.ignore),
+            group=self.group,
+            window=parse_window(self.window),
+            skip_unreadable=self.skip_unreadable,
+            class_renames=read_class_renames(self.rename),
+            **more,
+        )
+
+    def access(self, name: str, server: str, patience: float = 0) -> ServerAccess:
+        """How the server is reached."""
+        from fedmll.deploy.security.private_keys import read_passphrase
+        from fedmll.deploy.site.join import ServerAccess
+
+        if self.insecure:
+            return ServerAccess(server=server, ca=None, key=None, patience=patience)
+        key = self.key or Path(f"keys/{name}.key")
+        passphrase = read_passphrase(key, self.passphrase_file) if key.is_file() else None
+        return ServerAccess(server=server, ca=self.ca, key=key, patience=patience, passphrase=passphrase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions(SiteOptions):
+    """The options that join and validate share."""
+
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "auto"
+    patience: Annotated[
+        float, typer.Option("--patience", help="Seconds to wait for a server that is not reachable.")
+    ] = 12 * 3600
+    approve: Annotated[
+        str | None,
+        typer.Option(
+            "--approve", metavar="DIGEST", help="Take part only in the study with this digest, and do not ask."
+        ),
+    ] = None
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option("--weights", metavar="FILE", help="Your copy of a file that the experiment needs; repeatable."),
+    ] = None
+    min_count: Annotated[
+        int,
+        typer.Option("--min-count", help="Do not send counts of fewer positive or negative images of a class."),
+    ] = 10
+    plugins: Plugins = None
+
+    def site(self, name: str, **more: Any) -> Site:
+        from fedmll.deploy.study_setup import parse_digest
+
+        return super().site(
+            name,
+            device=self.device,
+            local_files=tuple(file.resolve() for file in self.weights or ()),
+            needs_approval=True,
+            approved_digest=parse_digest(self.approve),
+            **more,
+        )
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `options`, a dataclass, by one command-line option per field of the dataclass."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    record = parameters["options"].annotation
+    assert is_dataclass(record) and isinstance(record, type)
+    hints, names = get_type_hints(record, include_extras=True), [field.name for field in fields(record)]
+    shared = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(record)
+    ]
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in parameters.items()
+        if name != "options"
+    ]
+    required = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
+    combined = [*required, *shared, *(parameter for parameter in own if parameter not in required)]
+
+    def expanded(**values: Any) -> None:
+        command(options=record(**{name: values.pop(name) for name in names}), **values)
+
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in combined}
+    expanded.__signature__ = inspect.Signature(combined)  # type: ignore[attr-defined]
+    expanded.__name__, expanded.__doc__ = command.__name__, command.__doc__
+    return expanded
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(check)
-    app.command()(join)
+    for command in (check, join, validate):
+        app.command()(command)
 
 
-def join(
-    server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The federation's server.")],
-    name: Annotated[str, typer.Option("--name", help="Your name in the federation.")],
-    csv: Csv,
-    images: Images,
-    settings: Settings = None,
-    data: Annotated[str, typer.Option("--data", help="The kind of data; 'folder' is the only one.")] = "folder",
-    classes: Classes = None,
-    ignore: Ignore = None,
-    group: Group = None,
-    window: Window = None,
-    skip_unreadable: SkipUnreadable = False,
-    rename: Rename = None,
-    ca: Ca = CA,
-    key: Key = None,
-    passphrase_file: PassphraseFile = None,
-    insecure: Insecure = False,
-    memory: Memory = None,
-    device: Device = "auto",
-    patience: Patience = PATIENCE,
-    yes: Yes = False,
-    weights: Weights = None,
-    keep_cache: Annotated[
-        bool, typer.Option("--keep-cache", help="Keep the prepared images in the memory folder.")
-    ] = False,
-    max_rounds: Annotated[int, typer.Option("--max-rounds", help="Take part in no run with more rounds.")] = 1000,
-    min_images: Annotated[int, typer.Option("--min-images", help="Train on so many images or not at all.")] = 10,
-    min_count: MinCount = 10,
-    max_memory: Annotated[float, typer.Option("--max-memory", help="Most GB for the model and a batch.")] = 4.0,
-    methods: Annotated[str | None, typer.Option("--methods", help="The only methods you allow, comma-separated.")] = (
-        None
-    ),
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where the model and the report go. Default: --memory.")
-    ] = None,
-    report: Annotated[
-        bool, typer.Option("--report/--no-report", help="At the end: was it worth joining? Trains a model of your own.")
-    ] = True,
-    plugins: Plugins = None,
-) -> None:
-    """Take part in a federation with your own images: check them, then serve until the run is over; then you have the
-    model, and a report of what it is worth on your own test data.
-
-    Example:  [bold]fedmll join federation.example.org:8000 --name hospital-a --csv labels.csv --images scans[/]
-    """
-    from fedmll.deploy import joining, keys
-    from fedmll.deploy.approval import Limits
-    from fedmll.deploy.site import Site
-    from fedmll.methods import find
-
-    load_files(plugins)
-    if data != "folder":
-        raise ConfigError(f"--data takes 'folder' (a CSV and a folder of images); it got '{data}'.")
-    folder = memory or Path(f"fedmll-{keys.check_name(name)}")
-    for method in names_in(methods):
-        find(method)  # a slip of the pen is an error here, not a refusal later
-    private, passphrase = (None, None) if insecure else key_of(name, key, passphrase_file)
-    site = Site(
-        name,
-        csv.resolve(),
-        images.resolve(),
-        folder.resolve(),
-        names_in(classes),
-        device,
-        names_in(ignore),
-        group,
-        window_in(window),
-        skip_unreadable,
-        tuple(file.resolve() for file in weights or ()),
-        Limits(max_rounds, min_images, max_memory, names_in(methods), min_count),
-        not yes,
-        keep_cache,
-        renamed_in(rename),
-        None if out is None else out.resolve(),
-    )
-    take_part(site, joining.Access(server, None if insecure else ca, private, patience, passphrase), insecure, report)
-
-
-def take_part(site: Site, access: Access, insecure: bool, report: bool = True) -> None:
-    """What `check` finds stops it, all of it at once; then serve."""
-    from fedmll.cli import display
-    from fedmll.deploy import checking, joining
-
-    with display.RunProgress(0) as progress:
-        found = checking.check_site(site, None, access, progress.preparing, reach=False)
-    if found.summary is not None:
-        display.console.print(display.site_table(site.name, found.summary))
-    for text in found.of("warning"):
-        display.say(f"warning: {text}")
-    if found.errors:
-        raise DataError("\n".join(found.of("error")))
-    if insecure:
-        display.errors.print(INSECURE)
-    with stoppable("the same command: nothing is lost"):
-        joining.join(site, access, display.say, report, display.RunProgress(0).preparing)
-
-
+@expand_options
 def check(
-    csv: Csv,
-    images: Images,
-    settings: Settings = None,
+    options: SiteOptions,
     study: Annotated[
         Path | None, typer.Option("--study", metavar="FILE.toml", help="The study, from the server's operator.")
     ] = None,
-    server: Annotated[str | None, typer.Option("--server", metavar="HOST:PORT", help="Also try to reach it.")] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option("--clients", metavar="N", min=1, help="The study's number of clients; its digest needs it."),
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", metavar="HOST:PORT", help="Also connect to the server.")
+    ] = None,
     name: Annotated[str, typer.Option("--name", help="Your name in the federation.")] = "site",
-    classes: Classes = None,
-    ignore: Ignore = None,
-    group: Group = None,
-    window: Window = None,
-    skip_unreadable: SkipUnreadable = False,
-    rename: Rename = None,
-    ca: Ca = CA,
-    key: Key = None,
-    passphrase_file: PassphraseFile = None,
-    insecure: Insecure = False,
-    memory: Memory = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="The findings as a file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.json", help="Also write the results to a file.")
+    ] = None,
 ) -> None:
-    """Whether you can join: labels, class names, images, patients, disk, keys, server and clock, all at once.
+    """Check whether you can join a federation: labels, class names, images, patients, disk, keys, server and clock.
 
-    Exit code 0: yes, perhaps with warnings; 1: no. Example:
+    All problems are reported at once. Exit code 0: you can join, perhaps with warnings; 1: you cannot.
+
+    Example:
     [bold]fedmll check --csv labels.csv --images scans --study study.toml --server fed.example.org:8000 --name a[/]
     """
     from fedmll.cli import display
-    from fedmll.deploy import checking, joining, keys
-    from fedmll.deploy.site import Site
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
+    from fedmll.deploy.site.check import check_site
 
-    folder = memory or Path(f"fedmll-{keys.check_name(name)}")
-    private, passphrase = (None, None) if insecure else key_of(name, key, passphrase_file)
-    site = Site(
-        name, csv.resolve(), images.resolve(), folder.resolve(),
-        names_in(classes), ignore=names_in(ignore), group=group, window=window_in(window),
-        skip_unreadable=skip_unreadable, rename=renamed_in(rename),
-    )  # fmt: skip
-    wanted = None if study is None else Experiment.load(study)
-    access = None if server is None else joining.Access(server, None if insecure else ca, private, 0, passphrase)
+    site = options.site(name)
+    experiment = None if study is None else Experiment.load(study)
+    access = None if server is None else options.access(name, server)
     with display.RunProgress(0) as progress:
-        found = checking.check_site(site, wanted, access, progress.preparing)
-    if found.summary is not None:
-        display.console.print(display.site_table(name, found.summary))
-    display.console.print(display.findings_table(found.findings))
+        result = check_site(site, experiment, access, progress.on_setup_progress, clients=clients)
+    if result.summary is not None:
+        display.console.print(display.site_table(name, result.summary))
+    display.console.print(display.check_table(result.results))
     if out is not None:
-        found.write(out)
+        result.write(out)
         display.say(f"written: {out}")
-    if found.errors:
+    if result.errors:
         raise typer.Exit(1)
 
 
-def key_of(name: str, key: Path | None, passphrase_file: Path | None) -> tuple[Path, str | None]:
-    """A client's private key and, if it has one, its passphrase."""
-    from fedmll.deploy.private import passphrase_of
+@expand_options
+def join(
+    server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The federation's server.")],
+    name: Annotated[str, typer.Option("--name", help="Your name in the federation.")],
+    options: JoinOptions,
+    data: Annotated[str, typer.Option("--data", help="The kind of data; 'folder' is the only one.")] = FOLDER,
+    keep_cache: Annotated[
+        bool, typer.Option("--keep-cache", help="Keep the prepared images in --state-dir when the run is over.")
+    ] = False,
+    max_rounds: Annotated[int, typer.Option("--max-rounds", help="Do not take part in a run with more rounds.")] = 1000,
+    min_images: Annotated[int, typer.Option("--min-images", help="Do not train on fewer images.")] = 10,
+    max_memory: Annotated[float, typer.Option("--max-memory", help="GB for the model and one batch, at most.")] = 4.0,
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="The only methods that you allow, comma-separated.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where the model and the report go. Default: --state-dir."),
+    ] = None,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report/--no-report",
+            help="At the end, train a local model and compare the federated model with it on your own test data.",
+        ),
+    ] = True,
+) -> None:
+    """Take part in a federation with your own images.
 
-    private = key or Path(f"keys/{name}.key")
-    return private, passphrase_of(private, passphrase_file) if private.is_file() else None
+    Your data is checked first.
+    You approve the study at the terminal, or in advance with --approve DIGEST.
+    Then your site trains until the run is over.
+    In the end you have the model and a report on how good it is on your own test data.
+
+    Example:  [bold]fedmll join federation.example.org:8000 --name hospital-a --csv labels.csv --images scans[/]
+    """
+    from fedmll.deploy.site.site_config import SiteLimits
+    from fedmll.methods import find
+
+    load_plugin_files(options.plugins)
+    if data != FOLDER:
+        raise ConfigError(f"--data takes '{FOLDER}' (a CSV and a folder of images); it got '{data}'.")
+    for method in split_names(methods):
+        find(method)  # a misspelt name is an error here, not a rejection later
+    limits = SiteLimits(
+        max_rounds=max_rounds,
+        min_images=min_images,
+        max_memory=max_memory,
+        methods=split_names(methods),
+        min_count=options.min_count,
+    )
+    site = options.site(name, limits=limits, keep_cache=keep_cache, out=None if out is None else out.resolve())
+    take_part(site, options.access(name, server, options.patience), report)
 
 
-def renamed_in(file: Path | None) -> tuple[tuple[str, str], ...]:
-    """The columns own and study of a CSV."""
-    import csv
+@expand_options
+def validate(
+    target: Annotated[
+        str, typer.Argument(metavar="SERVER_OR_MODEL", help="HOST:PORT, the folder of a run or a model.safetensors.")
+    ],
+    options: JoinOptions,
+    name: Annotated[str | None, typer.Option("--name", help="With a server: your name there.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="With a model: the JSON file for the counts. With a server: the folder for the model and the report.",
+        ),
+    ] = None,
+) -> None:
+    """Test a model on your own images without training: the model of a running federation, or a model file.
 
+    Examples:  [bold]fedmll validate fed.example.org:8000 --name lab --csv labels.csv --images scans[/]  ·
+    [bold]fedmll validate model.safetensors --csv labels.csv --images scans --out counts.json[/]
+    """
+    from fedmll.deploy.site.site_config import SiteLimits
+
+    load_plugin_files(options.plugins)
+    at_server = is_server(target)
+    if at_server and name is None:
+        raise ConfigError("A server identifies you by your name: give it with --name.")
+    name = name or "site"
+    output_dir = out.resolve() if out is not None and at_server else None
+    limits = SiteLimits(min_count=options.min_count)
+    site = options.site(name, limits=limits, validation_only=True, out=output_dir)
+    if at_server:
+        take_part(site, options.access(name, target, options.patience))
+    else:
+        validate_file(Path(target), site, out, options.plugins)
+
+
+def is_server(target: str) -> bool:
+    """Whether the argument is HOST:PORT and not the name of an existing file."""
+    return is_address(target) and not Path(target).exists()
+
+
+def take_part(site: Site, access: ServerAccess, report: bool = True) -> None:
+    """Check the data, report all problems at once, then serve."""
+    from fedmll.cli import display
+    from fedmll.deploy.site.check import check_site
+    from fedmll.deploy.site.join import join as join_federation
+
+    with display.RunProgress(0) as progress:
+        result = check_site(site, None, access, progress.on_setup_progress, connect=False)
+    if result.summary is not None:
+        display.console.print(display.site_table(site.name, result.summary))
+    for text in result.texts("warning"):
+        display.say(f"warning: {text}")
+    if result.errors:
+        raise DataError("\n".join(result.texts("error")))
+    if access.ca is None:
+        display.errors.print(INSECURE)
+    with interruptible("the same command: nothing is lost"):
+        join_federation(site, access, display.say, report, display.RunProgress(0).on_setup_progress)
+
+
+def validate_file(target: Path, site: Site, out: Path | None, plugins: list[Path] | None) -> None:
+    from fedmll.cli import display
+    from fedmll.deploy.site.validate import validate_model
+
+    _, model = load_model_of(target, plugins)
+    with display.RunProgress(0) as progress:
+        validation = validate_model(model, site, progress.on_setup_progress)
+    show_validation(validation)
+    if out is not None:
+        validation.write(out)
+        display.say(f"counts and metrics that may be sent: {out}")
+
+
+def show_validation(validation: ModelValidation) -> None:
+    from fedmll.cli import display
+    from fedmll.evaluation.metric_definitions import CLASS_COLUMNS, EXTERNAL, label_of, metrics_in
+
+    report = validation.report
+    values = [(label_of(name), f"{report.values[name]:.2f}") for name in metrics_in(EXTERNAL) if name in report.values]
+    title = f"{validation.model.name} on {validation.images} images"
+    display.console.print(display.plain_table(title, ("metric", "%"), values))
+    digits = {key: 0 if key in CLASS_COLUMNS[-2:] else 2 for key in CLASS_COLUMNS}
+    rows = [
+        (escape(name), *(f"{report.per_class[key][column]:.{digits[key]}f}" for key in CLASS_COLUMNS))
+        for column, name in enumerate(validation.classes)
+    ]
+    display.console.print(display.plain_table("by class", ("class", *CLASS_COLUMNS), rows))
+    if validation.withheld_classes:
+        names = ", ".join(validation.withheld_classes)
+        display.say(f"too few images for reliable metrics, and not in the file: {names}")
+
+
+def read_class_renames(file: Path | None) -> tuple[tuple[str, str], ...]:
+    """The pairs (own, study) of a CSV with these two columns."""
     if file is None:
         return ()
     try:
-        with file.open(newline="", encoding="utf-8-sig") as opened:
-            found = csv.DictReader(opened)
-            if not {"own", "study"} <= set(found.fieldnames or ()):
+        with file.open(newline="", encoding="utf-8-sig") as opened_file:
+            rows = csv_format.DictReader(opened_file)
+            if not {"own", "study"} <= set(rows.fieldnames or ()):
                 raise KeyError
-            return tuple((row["own"].strip(), row["study"].strip()) for row in found)
-    except (OSError, UnicodeDecodeError, KeyError, AttributeError, csv.Error):
-        raise ConfigError(f"{file} is no CSV with the columns own and study, a class a row (--rename).") from None
+            return tuple((row["own"].strip(), row["study"].strip()) for row in rows)
+    except (OSError, UnicodeDecodeError, KeyError, AttributeError, csv_format.Error):
+        raise ConfigError(
+            f"{file} is not a CSV with the columns own and study, one row per class (--rename)."
+        ) from None

@@ -1,16 +1,16 @@
-"""Pad-stack composites: multi-label images made of single-label ones.
+"""Composites: multi-label images made of single-label images.
 
-`quadrants` (the default) puts each source image on a canvas twice as wide and twice as high, the rest zero: a one-label
-sample has one image in one quadrant, a two-label sample two images of different classes in two different quadrants.
-`side-by-side` does the same on a canvas twice as wide. `blend` keeps the size and takes the mean of the two images.
+`quadrants` (the default) places source images on a canvas that is twice as wide and twice as high; the rest is zero. A
+one-label sample has one image in one quadrant, a two-label sample has two images of different classes in two quadrants.
+`side-by-side` does the same on a canvas that is twice as wide. `blend` keeps the size and averages the two images.
 
-singles, pairs   how many one-label images a class and two-label images a pair of classes the training data gets:
-  proportional   (both) the proportion of multi-label CIFAR-10 (3,100 and 200 of 5,000 a class), in every split
-  N, M           these numbers; one of them `proportional`: 3,100 : 200 to the other. Validation and test have the same
-                 ratio N : M, with as many images as they allow and at most those of training
-  all, M         every source image is kept as a one-label sample, and the composites (50 a pair if `proportional`) use
-                 images again, as for DermaMNIST. Validation and test get composites in proportion to their size
-Unless all are kept, a source image is used at most once.
+singles, pairs   the number of one-label images per class and of two-label images per pair of classes in the training
+  data: proportional   (both) the proportion of multi-label CIFAR-10 (3,100 and 200 of 5,000 per class), in each split
+  N, M           these numbers; if one is `proportional`, it is 3,100 : 200 to the other. Validation and test data have
+                 the same ratio N : M, with as many images as possible, but at most those of the training data
+  all, M         each source image is also a one-label sample, and composites (50 per pair if `proportional`) use images
+                 again, as for DermaMNIST. Validation and test data get composites in proportion to their size
+Except with `all`, a source image is used at most once.
 """
 
 from __future__ import annotations
@@ -20,26 +20,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import ConfigError, DataError
+from fedmll.core.seeding import numpy_generator
 from fedmll.data.dataset import PRESENT, Dataset, Splits
-from fedmll.data.images.cache import Progress, content_key, in_ram_or_cached, silent, store_key
-from fedmll.errors import ConfigError, DataError
-from fedmll.seeding import numpy_generator
+from fedmll.data.images.cache import Progress, content_key, in_memory_or_cached, no_progress, store_key
 
 PLACES = {"quadrants": (2, 2), "side-by-side": (1, 2), "blend": (1, 1)}  # rows and columns of the canvas, in images
-PAPER_SINGLES, PAPER_PAIRS, PAPER_CLASS = (
-    3_100,
-    200,
-    5_000,
-)  # multi-label CIFAR-10: a class, a pair, source images a class
+PAPER_SINGLES, PAPER_PAIRS, PAPER_CLASS = 3_100, 200, 5_000  # CIFAR-10: per class, per pair, source images per class
 PROPORTIONAL = "proportional"
-PAIRS_BESIDE_ALL = 50
+PAIRS_WITH_ALL = 50
 CHUNK = 2_048  # composites made at a time
 NONE = -1
 
 
 @dataclass(frozen=True)
 class CompositeOptions:
-    """As in settings.Data, which checks each of them."""
+    """The settings data.layout, data.singles and data.pairs."""
 
     layout: str = "quadrants"
     singles: int | str = PROPORTIONAL
@@ -49,13 +45,13 @@ class CompositeOptions:
         if (self.singles, self.pairs) in ((0, PROPORTIONAL), (PROPORTIONAL, 0), (0, 0)):
             raise ConfigError(
                 f"data.singles = {self.singles} with data.pairs = {self.pairs} makes no composites: "
-                f"'{PROPORTIONAL}' is in proportion to 0. Give both as numbers."
+                f"'{PROPORTIONAL}' is proportional to 0. Give both as numbers."
             )
 
 
 @dataclass(frozen=True)
-class Counts:
-    """How many samples of each kind a split gets. Images may be used again if all of them are kept as singles."""
+class CompositeCounts:
+    """The number of samples of each kind in a split; `reuse`: source images may be used again."""
 
     singles: NDArray[np.int64]  # (C,)
     pairs: NDArray[np.int64]  # (C, C), the upper triangle
@@ -63,8 +59,8 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Which source images make each composite, and where on the canvas they go; `second` is NONE for a single."""
+class CompositePlan:
+    """The source images of each composite and their places on the canvas; `second` is NONE for one-label samples."""
 
     first: NDArray[np.int64]
     second: NDArray[np.int64]
@@ -74,9 +70,9 @@ class Recipe:
 
 
 def compose(
-    source: Splits, options: CompositeOptions, seed: int, name: str = "the source", progress: Progress = silent
+    source: Splits, options: CompositeOptions, seed: int, name: str = "the source", progress: Progress = no_progress
 ) -> Splits:
-    """The composites of every split of a single-label source, the same for the same seed."""
+    """The composites of each split of a single-label source; the same seed gives the same composites."""
     parts = {"training": source.train, "validation": source.validation, "test": source.test}
     made = {
         part: _compose_split(dataset, _counts(options, source.train, dataset, name), options, seed, part, progress)
@@ -85,7 +81,7 @@ def compose(
     }
     for part in ("training", "test"):
         if not len(made[part]):
-            raise DataError(f"'{name}' has too few {part} images a class for a single composite; use more of them.")
+            raise DataError(f"'{name}' has too few {part} images per class for a composite; use more images.")
     return replace(source, train=made["training"], test=made["test"], validation=made.get("validation"))
 
 
@@ -102,20 +98,20 @@ def class_numbers(dataset: Dataset, name: str) -> NDArray[np.int64]:
     return dataset.labels.argmax(axis=1).astype(np.int64)
 
 
-def _counts(options: CompositeOptions, train: Dataset, part: Dataset, name: str) -> Counts:
-    """Numbers for one split; those of validation and test follow from the training's."""
+def _counts(options: CompositeOptions, train: Dataset, part: Dataset, name: str) -> CompositeCounts:
+    """The numbers for one split; those of validation and test data follow from the training data."""
     classes = len(train.classes)
     in_train = np.bincount(class_numbers(train, name), minlength=classes)
     in_part = np.bincount(class_numbers(part, name), minlength=classes)
     smaller = np.triu(np.minimum.outer(in_part, in_part), 1)
     if options.singles == "all":
-        pairs = PAIRS_BESIDE_ALL if options.pairs == PROPORTIONAL else int(options.pairs)
-        a_pair = pairs if part is train else round(pairs * len(part) / len(train))
-        return Counts(in_part, np.where(smaller > 0, a_pair, 0), reuse=True)
+        pairs = PAIRS_WITH_ALL if options.pairs == PROPORTIONAL else int(options.pairs)
+        per_pair = pairs if part is train else round(pairs * len(part) / len(train))
+        return CompositeCounts(in_part, np.where(smaller > 0, per_pair, 0), reuse=True)
     if options.singles == options.pairs == PROPORTIONAL:
-        # 62 % and 9 × 4 % of a class; with more than 10 classes the 36 % are shared by more partners
+        # 62 % and 9 × 4 % of a class; with more than 10 classes more pairs share the 36 %
         partners = max(classes - 1, 9)
-        return Counts(
+        return CompositeCounts(
             in_part * PAPER_SINGLES // PAPER_CLASS, smaller * PAPER_PAIRS * 9 // (PAPER_CLASS * partners), reuse=False
         )
     singles, pairs = _explicit(options)
@@ -123,13 +119,14 @@ def _counts(options: CompositeOptions, train: Dataset, part: Dataset, name: str)
     needed = singles + pairs * (classes - 1)
     if needed > in_train[scarce]:
         raise ConfigError(
-            f"data.singles = {singles} and data.pairs = {pairs} need {needed} training images a class (pairs with each "
+            f"data.singles = {singles} and data.pairs = {pairs} need {needed} training images per class (pairs with "
+            "each "
             f"of the {classes - 1} other classes); '{name}' has {in_train[scarce]} of '{train.classes[scarce]}'. Lower "
             'them, or set data.singles = "all", which uses images more than once.'
         )
     if part is not train and needed > in_part.min():
         singles, pairs = _same_ratio(singles, pairs, classes, int(in_part.min()))
-    return Counts(np.full(classes, singles), np.triu(np.full((classes, classes), pairs), 1), reuse=False)
+    return CompositeCounts(np.full(classes, singles), np.triu(np.full((classes, classes), pairs), 1), reuse=False)
 
 
 def _explicit(options: CompositeOptions) -> tuple[int, int]:
@@ -141,16 +138,16 @@ def _explicit(options: CompositeOptions) -> tuple[int, int]:
 
 
 def _same_ratio(singles: int, pairs: int, classes: int, available: int) -> tuple[int, int]:
-    """The largest numbers in the ratio singles : pairs for which `available` images a class are enough."""
+    """The largest numbers in the ratio singles : pairs for which `available` images per class are enough."""
     needed = singles + pairs * (classes - 1)
     fewer = pairs * available // needed
-    if fewer == 0:  # so few images that only singles fit
+    if fewer == 0:  # so few images that only one-label samples fit
         return singles * available // needed, 0
     return fewer * singles // pairs, fewer
 
 
 def _compose_split(
-    source: Dataset, counts: Counts, options: CompositeOptions, seed: int, part: str, progress: Progress
+    source: Dataset, counts: CompositeCounts, options: CompositeOptions, seed: int, part: str, progress: Progress
 ) -> Dataset:
     recipe = _draw(source, counts, PLACES[options.layout], numpy_generator(seed, "composite", part))
     down, across = PLACES[options.layout]
@@ -168,11 +165,13 @@ def _compose_split(
             _paint(canvas[chunk], source.store, recipe, chunk, options.layout)  # type: ignore[arg-type]
             progress(chunk.stop, len(canvas), what)
 
-    return Dataset(in_ram_or_cached(key, shape, fill, progress, what), recipe.labels, source.classes)
+    return Dataset(in_memory_or_cached(key, shape, fill, progress, what), recipe.labels, source.classes)
 
 
-def _draw(source: Dataset, counts: Counts, places: tuple[int, int], generator: np.random.Generator) -> Recipe:
-    """All random choices of a split, before any pixel is touched: source images, places and the order of samples."""
+def _draw(
+    source: Dataset, counts: CompositeCounts, places: tuple[int, int], generator: np.random.Generator
+) -> CompositePlan:
+    """Draw all random choices of a split: source images, places and the order of samples."""
     numbers = source.labels.argmax(axis=1)
     classes = len(source.classes)
     piles = [generator.permutation(np.flatnonzero(numbers == label)) for label in range(classes)]
@@ -182,7 +181,7 @@ def _draw(source: Dataset, counts: Counts, places: tuple[int, int], generator: n
     for one, other in zip(*np.nonzero(counts.pairs), strict=True):
         wanted = counts.pairs[one, other]
         for label, images in ((one, first), (other, second)):
-            if counts.reuse:  # round and round the shuffled pile: no image comes again before all have been used
+            if counts.reuse:  # no image is used again before all images of the class were used
                 images.append(piles[label][np.arange(used[label], used[label] + wanted) % len(piles[label])])
             else:
                 images.append(piles[label][used[label] : used[label] + wanted])
@@ -194,12 +193,14 @@ def _draw(source: Dataset, counts: Counts, places: tuple[int, int], generator: n
     cells = places[0] * places[1]
     first_place = generator.integers(cells, size=len(order))
     second_place = (first_place + generator.integers(1, max(cells, 2), size=len(order))) % cells
-    rows = np.append(source.rows, NONE)  # so that NONE stays NONE
-    return Recipe(rows[firsts], rows[seconds], first_place, second_place, labels)
+    rows = np.append(source.rows, NONE)  # NONE stays NONE
+    return CompositePlan(rows[firsts], rows[seconds], first_place, second_place, labels)
 
 
-def _paint(canvas: NDArray[np.uint8], store: NDArray[np.uint8], recipe: Recipe, chunk: slice, layout: str) -> None:
-    """Fill a zeroed canvas with the composites of `chunk`."""
+def _paint(
+    canvas: NDArray[np.uint8], store: NDArray[np.uint8], recipe: CompositePlan, chunk: slice, layout: str
+) -> None:
+    """Draw the composites of `chunk` on a canvas of zeros."""
     first, second = recipe.first[chunk], recipe.second[chunk]
     paired = np.flatnonzero(second != NONE)
     if layout == "blend":
@@ -210,9 +211,9 @@ def _paint(canvas: NDArray[np.uint8], store: NDArray[np.uint8], recipe: Recipe, 
     down, across = PLACES[layout]
     count, channels, height, width = canvas.shape
     cells = canvas.reshape(count, channels, down, height // down, across, width // across)
-    everyone = np.arange(count)
+    all_samples = np.arange(count)
     for samples, images, places in (
-        (everyone, first, recipe.first_place[chunk]),
+        (all_samples, first, recipe.first_place[chunk]),
         (paired, second[paired], recipe.second_place[chunk][paired]),
     ):
         for place in range(down * across):

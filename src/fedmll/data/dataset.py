@@ -1,4 +1,4 @@
-"""Dataset: images (or feature vectors), targets with three values, class names. A subset is a view, never a copy."""
+"""`Dataset`: images or feature vectors, three-valued targets and class names. A subset is a view, never a copy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.errors import DataError
+from fedmll.core.errors import DataError
 
 PRESENT, ABSENT, UNKNOWN = 1, 0, -1
 
 
 def mapped_file(store: NDArray[Any]) -> Path | None:
-    """The `.npy` file that is mapped as this whole array, or None if the array is in memory or a part of a file."""
+    """The `.npy` file that is memory-mapped as this array; None if the array is in memory or only a part of a file."""
     if not isinstance(store, np.memmap) or store.filename is None or not store.flags.c_contiguous:
         return None
     path = Path(store.filename)
@@ -25,17 +25,20 @@ def mapped_file(store: NDArray[Any]) -> Path | None:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples `rows` of a store that may be shared by many datasets and may be memory-mapped.
+    """N samples of a store of M samples, which several datasets may share and which may be memory-mapped.
 
-    store    uint8 (M, channels, height, width), or float32 (M, width) for feature vectors; it may be what is indexed
-             like such an array and decodes when it is asked (images.lazy)
-    labels   int8 (N, C), the targets of the N samples in the order of `rows`: 1 present, 0 absent, -1 unknown
-    rows     int64 (N,), the place of each sample in the store
-    groups   (N,) strings, the client that a sample comes from, if the source says
-    tokens   fp16 (views, M, width, rows, columns), what a frozen backbone makes of the store; view 0 is as it is.
-             Where a head needs their mean alone: float32 (views, M, width)
-    patients (N,) strings, whose sample it is (`data.group`, else a packed file's own `patient`), if the source says
-    files    (M,) strings, the image file of each sample of the store, if the source says
+    Attributes:
+        store: uint8 (M, channels, height, width), or float32 (M, width) for feature vectors; or an object that is
+            indexed like such an array and decodes images on demand (`images.lazy_images`).
+        labels: int8 (N, C), the targets in the order of `rows`: 1 present, 0 absent, -1 unknown.
+        classes: the names of the C classes.
+        rows: int64 (N,), the position of each sample in the store.
+        groups: (N,) strings, the client that each sample comes from, if the source has it.
+        patients: (N,) strings, the patient of each sample (`data.group`, or `patient` in a packed file), if the source
+            has it.
+        tokens: float16 (views, M, width, rows, columns), the store's features from a frozen backbone; view 0 is not
+            augmented. If the head needs only their mean: float32 (views, M, width).
+        files: (M,) strings, the image file of each sample of the store, if the source has it.
     """
 
     store: NDArray[np.uint8] | NDArray[np.float32]
@@ -52,8 +55,8 @@ class Dataset:
             object.__setattr__(self, "rows", np.arange(len(self.store), dtype=np.int64))
         if self.labels.shape != (len(self.rows), len(self.classes)) or self.labels.dtype != np.int8:
             raise DataError(
-                f"targets must be int8 of shape ({len(self.rows)}, {len(self.classes)}), one row a sample and one "
-                f"column a class; they are {self.labels.dtype} {self.labels.shape}."
+                f"targets must be int8 of shape ({len(self.rows)}, {len(self.classes)}), one row per sample and one "
+                f"column per class; they are {self.labels.dtype} {self.labels.shape}."
             )
         if self.store.dtype not in (np.uint8, np.float32) or self.store.ndim not in (2, 4):
             raise DataError(
@@ -62,10 +65,12 @@ class Dataset:
             )
         for name, values in (("groups", self.groups), ("patients", self.patients)):
             if values is not None and len(values) != len(self.rows):
-                raise DataError(f"there are {len(self.rows)} samples and {len(values)} {name}; one a sample is needed.")
+                raise DataError(
+                    f"there are {len(self.rows)} samples and {len(values)} {name}; one per sample is needed."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process gets the name of a mapped file, not its contents: it maps the same memory."""
+        """Pickle the name of a memory-mapped file, not its contents: the other process maps the same file."""
         return self.__dict__ | {"store": mapped_file(self.store) or self.store}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,21 +97,21 @@ class Dataset:
         return replace(self, rows=self.rows[positions], labels=self.labels[positions], groups=groups, patients=patients)
 
     def with_labels(self, labels: NDArray[np.int8]) -> Dataset:
-        """The same samples with other targets, e.g. with some of them unknown."""
+        """The same samples with other targets, for example with some of them unknown."""
         return replace(self, labels=labels)
 
-    def only(self, columns: NDArray[np.integer]) -> Dataset:
+    def select_classes(self, columns: NDArray[np.integer]) -> Dataset:
         """The same samples with only some of the classes."""
         return replace(self, labels=self.labels[:, columns], classes=tuple(self.classes[c] for c in columns))
 
     def samples(self, positions: NDArray[np.integer] | slice) -> NDArray[np.uint8] | NDArray[np.float32]:
-        """The raw samples at `positions`, gathered from the store: the one place where data is copied."""
+        """The raw samples at `positions`, copied from the store."""
         return self.store[self.rows[positions]]
 
-    def kept(
+    def frozen_features(
         self, positions: NDArray[np.integer] | slice, views: NDArray[np.integer] | int = 0
     ) -> NDArray[np.float16] | NDArray[np.float32]:
-        """The tokens of these samples, of one view or of a view for each."""
+        """The stored features of these samples, from one view or from one view per sample."""
         assert self.tokens is not None
         found: NDArray[np.float16] | NDArray[np.float32] = self.tokens[views, self.rows[positions]]
         return found
@@ -114,12 +119,13 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Splits:
-    """What a source gives: training and test data, and validation data where the source has an official one.
+    """The data of a source: training and test data, and validation data if the source has an official split with it.
 
-    size     height and width that its images have now, of a composite: each source image; None for feature vectors
-    window   the values that became 0 and 255, where images have more than 8 bits a pixel
-    notes    what the user should know of how the data was read
-    group    whose samples stay on one side of every split (`data.group`), where the source knows it by itself
+    Attributes:
+        size: height and width of the images after resizing (of a composite: of each source image); None for features.
+        window: the values that became 0 and 255, if the images have more than 8 bits per pixel.
+        notes: messages for the user about how the data was read.
+        group: the column whose samples stay on one side of each split (`data.group`), if the source determines it.
     """
 
     train: Dataset

@@ -1,4 +1,4 @@
-"""The federation: who has which samples and annotates which classes. Both engines and every command stand on it."""
+"""`Federation`: which client has which samples and annotates which classes. Every engine and every command uses it."""
 
 from __future__ import annotations
 
@@ -10,153 +10,188 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.data import annotate, participation, sources
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ConfigError
+from fedmll.core.seeding import numpy_generator
+from fedmll.data import annotation, participation, sources
 from fedmll.data.dataset import UNKNOWN, Dataset, Splits
-from fedmll.data.digest import Facts, facts_of
-from fedmll.data.images.cache import Progress, silent
+from fedmll.data.feature_skew import apply_feature_skew
+from fedmll.data.fingerprint import Fingerprint, compute_fingerprints
+from fedmll.data.images.cache import Progress, no_progress
 from fedmll.data.partition import Partition, partition
-from fedmll.data.skew import skewed
-from fedmll.data.targets import whole_groups
-from fedmll.errors import ConfigError
-from fedmll.experiment import Experiment
-from fedmll.seeding import numpy_generator
+from fedmll.data.targets import choose_whole_groups
 
-HOLDOUT = 0.1  # the share that clients hold out where the source has no validation data
-SMALL_IMAGES = 64  # pixels: up to these a ResNet has the stem made for CIFAR
+HOLDOUT = 0.1  # the fraction that clients hold out if the source has no validation data
+SMALL_IMAGES = 64  # pixels: up to this size a ResNet gets the CIFAR stem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Federation:
-    experiment: Experiment  # with everything decided that its data decides
-    train: Dataset  # of the clients: targets as they annotate them
-    truth: NDArray[np.int8]  # targets as the source has them
-    test: Dataset
-    validation: Dataset  # the source's own, or what the clients hold out together
-    held_out: Dataset  # what the clients hold out together, client after client
-    held_out_owner: NDArray[np.int64]  # client of each held-out sample
-    names: tuple[str, ...]
-    samples: tuple[NDArray[np.int64], ...]  # training samples of each client
-    annotated: NDArray[np.bool_]  # (clients, classes)
-    allowed: NDArray[np.bool_]  # (clients, classes): what the partition lets a client show
-    report: dict[str, int]  # samples that the partition's rules touched
-    server: Dataset | None  # samples that the server holds (partition.server)
-    source: Dataset  # all training data with its true targets, whoever has it
-    pooled_rows: NDArray[np.int64]  # what an upper bound trains on: all of `source` that is not held out
-    decided: Mapping[str, Any]  # `section.key`: what the data decides where an experiment leaves it open
-    notes: tuple[str, ...] = ()  # what the user should know of how the data was read
+    """An experiment's data, divided among clients.
 
-    def of(self, experiment: Experiment) -> Federation:
-        """The same data for another experiment (another method, other training)."""
-        other = replace(self, experiment=experiment.settled(self.decided))
-        other.__dict__["facts"] = self.facts  # the images are read once for all
+    Attributes:
+        experiment: the experiment, with every setting that the data determines.
+        train: the clients' training data, with the targets that the clients annotate.
+        true_labels: the targets of `train` as the source has them.
+        test: the test data.
+        validation: the source's validation data, or the samples that the clients hold out.
+        held_out: the samples that the clients hold out, one client after the other.
+        held_out_owners: the client of each held-out sample.
+        names: the names of the clients.
+        samples: the training samples of each client.
+        annotated: (clients, classes) the classes that each client annotates.
+        allowed: (clients, classes) the classes that the partition allows at each client.
+        report: how many samples each rule of the partition affected.
+        server: the samples that the server holds (`partition.server`).
+        source: all training data with its true targets, whoever has it.
+        pooled_rows: the rows of `source` that are not held out; a centralized upper bound trains on them.
+        derived_settings: `section.key` → the value that the data determines if the experiment leaves it open.
+        notes: messages for the user about how the data was read.
+    """
+
+    experiment: Experiment
+    train: Dataset
+    true_labels: NDArray[np.int8]
+    test: Dataset
+    validation: Dataset
+    held_out: Dataset
+    held_out_owners: NDArray[np.int64]
+    names: tuple[str, ...]
+    samples: tuple[NDArray[np.int64], ...]
+    annotated: NDArray[np.bool_]
+    allowed: NDArray[np.bool_]
+    report: dict[str, int]
+    server: Dataset | None
+    source: Dataset
+    pooled_rows: NDArray[np.int64]
+    derived_settings: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def with_experiment(self, experiment: Experiment) -> Federation:
+        """The same data for another experiment (another method or other training settings)."""
+        other = replace(self, experiment=experiment.settled(self.derived_settings))
+        other.__dict__["fingerprints"] = self.fingerprints  # cached: the images are read only once
         return other
 
     @cached_property
-    def facts(self) -> dict[str, Facts]:
-        """What the data is, to be recognised again."""
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Fingerprints of the training, test and validation data."""
         parts = {"training": self.source, "test": self.test}
-        return facts_of(parts if self.validation is self.held_out else parts | {"validation": self.validation})
+        return compute_fingerprints(
+            parts if self.validation is self.held_out else parts | {"validation": self.validation}
+        )
 
     @cached_property
     def pooled(self) -> Dataset:
         return self.source.subset(self.pooled_rows)
 
     @property
-    def evaluated(self) -> dict[str, Dataset]:
-        """What the global model is measured on. Held-out data that is the validation data is predicted once."""
-        found = {"test": self.test, "validation": self.validation}
-        return found if self.held_out is self.validation else found | {"held-out": self.held_out}
+    def evaluation_sets(self) -> dict[str, Dataset]:
+        """The data on which the global model is evaluated; held-out data that is the validation data occurs once."""
+        sets = {"test": self.test, "validation": self.validation}
+        return sets if self.held_out is self.validation else sets | {"held-out": self.held_out}
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         return np.array([len(rows) for rows in self.samples])
 
     @cached_property
-    def there(self) -> NDArray[np.int64]:
-        """The clients that have data. Between machines some may not have come yet, or take no further part."""
+    def active_clients(self) -> NDArray[np.int64]:
+        """The clients with data. In a real federation some clients may not have joined yet, or may have left."""
         return np.flatnonzero(self.sizes)
 
     def participants(self, round: int) -> NDArray[np.int64]:
-        """Drawn among those who are there; all of them where `count` is more."""
-        setting, there = self.experiment.participation, self.there
-        fewer = setting.count is not None and len(there) < setting.count <= len(self.names)
-        chosen = participation.choose(
-            self.sizes[there],
+        """Draw the clients of a round from the active clients; all of them if `participation.count` is larger."""
+        setting, active = self.experiment.participation, self.active_clients
+        fewer = setting.count is not None and len(active) < setting.count <= len(self.names)
+        chosen = participation.choose_clients(
+            self.sizes[active],
             round,
             self.experiment.seed,
             fraction=setting.fraction,
-            count=len(there) if fewer else setting.count,
+            count=len(active) if fewer else setting.count,
             sampling=setting.sampling,
         )
-        return there[chosen]
+        return active[chosen]
 
 
-def build(experiment: Experiment, progress: Progress = silent) -> Federation:
-    """Load the data and divide it, all from the seed. The result's experiment says what the data decided."""
+def build(experiment: Experiment, progress: Progress = no_progress) -> Federation:
+    """Load the data and divide it among clients.
+
+    Everything follows from the experiment's seed. The result's experiment contains the settings that the data
+    determines.
+    """
+    experiment = experiment.prepared()
     splits = _load(experiment, progress)
-    decided = _decided(splits)
-    experiment = experiment.settled(decided)
-    splits = _narrowed(experiment, splits)
-    own, servers = _server_share(experiment, splits.train)
+    derived = _derive_settings(splits)
+    experiment = experiment.settled(derived)
+    splits = _restrict(experiment, splits)
+    own, servers = _split_off_server(experiment, splits.train)
     clients_data = splits.train.subset(own)
     divided = divide(experiment, clients_data)
-    if divided.looks is not None:
-        clients_data, splits = _with_looks(splits, own, divided, progress)
-    known = _annotated(experiment, divided, len(splits.train.classes))
+    if divided.appearances is not None:
+        clients_data, splits = _with_appearances(splits, own, divided, progress)
+    known = _annotated_classes(experiment, divided, len(splits.train.classes))
     labels = divided.labels
     if not known.all():
         labels = labels.copy()
         for rows, row_known in zip(divided.clients, known, strict=True):
             labels[rows[:, None], np.flatnonzero(~row_known)[None, :]] = UNKNOWN
-    if (
-        divided.labels.min(initial=0) == UNKNOWN
-    ):  # a class of which a client knows no label (a blank column) is not annotated
+    if divided.labels.min(initial=0) == UNKNOWN:
+        # A client that knows no label of a class (a blank column) does not annotate this class.
         known = known & np.array([(labels[rows] != UNKNOWN).any(0) for rows in divided.clients])
     train = clients_data.with_labels(labels)
     samples, held_out = _hold_out(experiment, divided, clients_data)
     held_rows = np.concatenate(held_out)
     held = train.subset(held_rows)
     return Federation(
-        experiment,
-        train,
-        divided.labels,
-        splits.test,
-        held if splits.validation is None else splits.validation,
-        held,
-        np.repeat(np.arange(len(held_out)), [len(rows) for rows in held_out]),
-        divided.names,
-        samples,
-        known,
-        divided.allowed,
-        divided.report,
-        splits.train.subset(servers) if len(servers) else None,
-        splits.train,
-        np.setdiff1d(np.arange(len(splits.train)), own[held_rows]),
-        decided,
-        splits.notes,
+        experiment=experiment,
+        train=train,
+        true_labels=divided.labels,
+        test=splits.test,
+        validation=held if splits.validation is None else splits.validation,
+        held_out=held,
+        held_out_owners=np.repeat(np.arange(len(held_out)), [len(rows) for rows in held_out]),
+        names=divided.names,
+        samples=samples,
+        annotated=known,
+        allowed=divided.allowed,
+        report=divided.report,
+        server=splits.train.subset(servers) if len(servers) else None,
+        source=splits.train,
+        pooled_rows=np.setdiff1d(np.arange(len(splits.train)), own[held_rows]),
+        derived_settings=derived,
+        notes=splits.notes,
     )
 
 
-def _annotated(experiment: Experiment, divided: Partition, classes: int) -> NDArray[np.bool_]:
+def _annotated_classes(experiment: Experiment, divided: Partition, classes: int) -> NDArray[np.bool_]:
     setting = experiment.annotation
     if divided.annotated is None:
-        return annotate.annotate(setting.kind, len(divided.clients), classes, experiment.seed, missing=setting.missing)
+        return annotation.annotate(
+            setting.kind, len(divided.clients), classes, experiment.seed, missing=setting.missing
+        )
     if setting.kind != "none":
-        raise ConfigError(f"annotation.kind = '{setting.kind}': partition.file says who annotates what. Leave it out.")
+        raise ConfigError(
+            f"annotation.kind = '{setting.kind}': partition.file says which client annotates which classes. Leave it "
+            "out."
+        )
     return divided.annotated
 
 
-def _with_looks(
+def _with_appearances(
     splits: Splits, own: NDArray[np.int64], divided: Partition, progress: Progress
 ) -> tuple[Dataset, Splits]:
-    """The training data with the looks of its clients; what the server holds stays as it is."""
-    assert divided.looks is not None
-    train = skewed(splits.train, [own[rows] for rows in divided.clients], divided.looks, progress)
+    """The training data with each client's appearance; the server's samples are not changed."""
+    assert divided.appearances is not None
+    rows = [own[rows] for rows in divided.clients]
+    train = apply_feature_skew(splits.train, rows, divided.appearances, progress)
     return train.subset(own), replace(splits, train=train)
 
 
-def decisions(shape: tuple[int, ...], has_validation: bool) -> dict[str, Any]:
-    """What the data decides where the experiment leaves it open: how much is held out, which stem a ResNet has."""
+def derive_settings(shape: tuple[int, ...], has_validation: bool) -> dict[str, Any]:
+    """Settings that the data determines if the experiment leaves them open: the held-out fraction and a ResNet's
+    stem."""
     small = len(shape) == 3 and shape[1] <= SMALL_IMAGES
     return {
         "partition.holdout": 0.0 if has_validation else HOLDOUT,
@@ -164,9 +199,9 @@ def decisions(shape: tuple[int, ...], has_validation: bool) -> dict[str, Any]:
     }
 
 
-def _decided(splits: Splits) -> dict[str, Any]:
-    """Also: natural clients or not, the images' size and their range."""
-    found = decisions(splits.train.sample_shape, splits.validation is not None)
+def _derive_settings(splits: Splits) -> dict[str, Any]:
+    """Also the kind of partition, the size of the images and the range of their values."""
+    found = derive_settings(splits.train.sample_shape, splits.validation is not None)
     found["partition.kind"] = "dirichlet" if splits.train.groups is None else "natural"
     if splits.size is not None:
         height, width = splits.size
@@ -183,8 +218,8 @@ def _load(experiment: Experiment, progress: Progress) -> Splits:
     return sources.load(data.name, data.root, data.size, experiment.seed, data.composition, progress, data.reading)
 
 
-def _server_share(experiment: Experiment, train: Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Which training samples are for the clients, and which are the server's own."""
+def _split_off_server(experiment: Experiment, train: Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The training samples of the clients, and those of the server."""
     count = int(experiment.partition.server * len(train))
     if not count:
         return np.arange(len(train)), np.arange(0)
@@ -201,7 +236,7 @@ def divide(experiment: Experiment, train: Dataset) -> Partition:
         experiment.seed,
         beta=setting.beta,
         presence=setting.presence,
-        outside=setting.outside,
+        unassignable=setting.unassignable,
         labels_per_client=setting.labels_per_client,
         minimum=setting.minimum or _default_minimum(experiment, len(train)),
         groups=train.patients if train.groups is None else train.groups,
@@ -211,7 +246,7 @@ def divide(experiment: Experiment, train: Dataset) -> Partition:
 
 
 def _default_minimum(experiment: Experiment, samples: int) -> int:
-    """One batch, but never more than half of an even share: the minimum must not undo the skew that was asked for."""
+    """One batch, but at most half of an equal share: the minimum must not undo the requested skew."""
     clients = experiment.partition.clients or 1
     return max(1, min(experiment.training.batch_size, samples // (2 * clients)))
 
@@ -219,7 +254,7 @@ def _default_minimum(experiment: Experiment, samples: int) -> int:
 def _hold_out(
     experiment: Experiment, divided: Partition, train: Dataset
 ) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
-    """Each client keeps a share of its samples for validation; a client with too few keeps none."""
+    """Hold out a fraction of each client's samples for validation; a client with too few samples holds out none."""
     if divided.held_out is not None:
         pairs = zip(divided.clients, divided.held_out, strict=True)
         return tuple(np.setdiff1d(rows, held) for rows, held in pairs), list(divided.held_out)
@@ -227,7 +262,7 @@ def _hold_out(
     if experiment.data.group is not None and train.patients is not None:
         return _hold_out_patients(experiment, divided, train.patients)
     for name, rows in zip(divided.names, divided.clients, strict=True):
-        kept, held = split_off(rows, share, experiment.seed, name)
+        kept, held = split_holdout(rows, share, experiment.seed, name)
         samples.append(kept)
         held_out.append(held)
     return tuple(samples), held_out
@@ -236,7 +271,7 @@ def _hold_out(
 def _hold_out_patients(
     experiment: Experiment, divided: Partition, patients: NDArray[np.str_]
 ) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
-    """A patient whom one client holds out is held out by every client: no other trains on his images."""
+    """A patient held out by one client is held out by all clients, so that no client trains on the patient's images."""
     share = float(experiment.partition.holdout)
     _, number = np.unique(patients, return_inverse=True)
     chosen = np.zeros(number.max(initial=0) + 1, dtype=bool)
@@ -249,23 +284,32 @@ def _hold_out_patients(
     empty = next((name for name, (kept, _) in zip(divided.names, parts, strict=True) if not len(kept)), None)
     if empty is not None:
         raise ConfigError(
-            f"partition.holdout = {share} leaves client {empty} nothing to train on: every one of its "
-            f"'{experiment.data.group}' is held out by some client. Lower partition.holdout or partition.clients."
+            f"partition.holdout = {share} leaves client {empty} without training samples: some client holds out "
+            f"each '{experiment.data.group}' that it has. Lower partition.holdout or partition.clients."
         )
     return tuple(kept for kept, _ in parts), [held for _, held in parts]
 
 
-def split_off(
+def split_holdout(
     rows: NDArray[np.int64], share: float, seed: int, name: str, patients: NDArray[np.str_] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What a client trains on and what it holds out: a function of the seed and its name, wherever it runs.
+    """Divide a client's samples into training samples and held-out samples, by the seed and the client's name.
 
-    With `patients` (one a sample of the whole data, not only of `rows`) all samples of a patient are on one side.
+    Args:
+        rows: the client's samples.
+        share: the fraction to hold out.
+        seed: the experiment's seed.
+        name: the client's name.
+        patients: the patient of each sample of the whole data (not only of `rows`); all samples of a patient then stay
+            on one side.
+
+    Returns:
+        The training samples and the held-out samples, both sorted.
     """
     count = int(share * len(rows))
     if patients is not None:
         return _split_off_patients(rows, count, seed, name, patients)
-    if not count:  # nothing to draw; a stream for each of 50,000 clients takes seconds
+    if not count:  # no draw: 50,000 random generators would take seconds
         return np.sort(rows), rows[:0]
     shuffled = numpy_generator(seed, "holdout", name).permutation(rows)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
@@ -276,13 +320,13 @@ def _split_off_patients(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     _, number = np.unique(patients[rows], return_inverse=True)
     sizes = np.bincount(number)
-    chosen, _ = whole_groups(numpy_generator(seed, "holdout", name).permutation(len(sizes)), sizes, count)
+    chosen, _ = choose_whole_groups(numpy_generator(seed, "holdout", name).permutation(len(sizes)), sizes, count)
     held = np.isin(number, chosen)
     return np.sort(rows[~held]), np.sort(rows[held])
 
 
-def _narrowed(experiment: Experiment, splits: Splits) -> Splits:
-    """`data.top_classes` and `data.limit`."""
+def _restrict(experiment: Experiment, splits: Splits) -> Splits:
+    """Apply `data.top_classes` and `data.limit`."""
     keep, limit = experiment.data.top_classes, experiment.data.limit
     train, test, validation = splits.train, splits.test, splits.validation
     if keep is not None:
@@ -292,8 +336,8 @@ def _narrowed(experiment: Experiment, splits: Splits) -> Splits:
             )
         counts = (train.labels == 1).sum(0)
         columns = np.sort(np.argsort(-counts, kind="stable")[:keep])
-        train, test = train.only(columns), test.only(columns)
-        validation = None if validation is None else validation.only(columns)
+        train, test = train.select_classes(columns), test.select_classes(columns)
+        validation = None if validation is None else validation.select_classes(columns)
     if limit is not None and limit < len(train):
         chosen = numpy_generator(experiment.seed, "limit").permutation(len(train))[:limit]
         train = train.subset(np.sort(chosen))

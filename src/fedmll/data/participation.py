@@ -1,4 +1,4 @@
-"""Which clients take part in a round: a function of the seed and the round alone, whatever ran before."""
+"""Which clients take part in a round: drawn from the seed and the round number only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from decimal import ROUND_CEILING, Decimal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedmll.errors import ConfigError
-from fedmll.seeding import numpy_generator
+from fedmll.core.errors import ConfigError
+from fedmll.core.seeding import numpy_generator
 
 
-def choose(
+def choose_clients(
     sizes: ArrayLike,
     round: int,
     seed: int,
@@ -20,26 +20,34 @@ def choose(
     count: int | None = None,
     sampling: str = "uniform",
 ) -> NDArray[np.int64]:
-    """The clients of a round, sorted. `sizes` is N_k of every client.
+    """Choose the clients of a round.
 
-    `count` wins over `fraction` ρ, which is ⌈ρK⌉ clients; with neither, all take part. `uniform` gives every client the
-    same chance; `size` draws without replacement with probability ∝ N_k.
+    Args:
+        sizes: the number of samples N_k of each client.
+        round: the number of the round.
+        seed: the experiment's seed.
+        fraction: choose ⌈fraction · K⌉ of the K clients.
+        count: choose this many clients; takes precedence over `fraction`. With neither, all clients take part.
+        sampling: `uniform` (each client has the same chance) or `size` (without replacement, probability ∝ N_k).
+
+    Returns:
+        The numbers of the chosen clients, sorted.
     """
     numbers = np.asarray(sizes, dtype=np.float64)
-    wanted = _how_many(len(numbers), fraction, count)
+    wanted = _number_of_clients(len(numbers), fraction, count)
     rng = numpy_generator(seed, "participation", round)
     if sampling == "uniform":
         return np.sort(rng.choice(len(numbers), wanted, replace=False))
-    # The largest of log N_k + Gumbel noise are distributed as draws ∝ N_k, one after the other, without replacement.
-    # Clients without data come last.
+    # The Gumbel trick: the largest values of log N_k + noise are draws ∝ N_k without replacement. Clients without data
+    # come last.
     with np.errstate(divide="ignore"):
         score = np.log(numbers) + rng.gumbel(size=len(numbers))
     return np.sort(np.argsort(-score, kind="stable")[:wanted])
 
 
-def _how_many(clients: int, fraction: float | None, count: int | None) -> int:
+def _number_of_clients(clients: int, fraction: float | None, count: int | None) -> int:
     if clients == 0:
-        raise ConfigError("There is no client to choose from; partition.clients must be 1 or more.")
+        raise ConfigError("There are no clients to choose from; partition.clients must be 1 or more.")
     if count is not None:
         if not 1 <= count <= clients:
             raise ConfigError(

@@ -1,6 +1,8 @@
-"""Who gets which samples: `iid`, `dirichlet` (β, presence ratio γ), `natural` (a group column), `labels-per-client`.
+"""Partitions: which client gets which training samples.
 
-`file` is in fedmll.data.freeze, `feature-skew` in fedmll.data.skew."""
+Here: `iid`, `dirichlet` (concentration β, presence ratio γ), `natural` (by a client column) and `labels-per-client`.
+`file` is in `partition_file`, `feature-skew` in `feature_skew`.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +15,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll import registry
+from fedmll.core import registry
+from fedmll.core.errors import ConfigError, DataError
+from fedmll.core.registry import register
+from fedmll.core.seeding import numpy_generator
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN
-from fedmll.data.deal import (
-    NOBODY,
-    Combinations,
-    by_owner,
-    combinations_of,
-    dirichlet,
-    draw_allowed,
+from fedmll.data.sample_assignment import (
+    UNASSIGNED,
+    LabelCombinations,
+    assign_samples,
+    draw_allowed_classes,
+    draw_dirichlet_shares,
+    enforce_minimum,
     fill_evenly,
-    fill_up,
-    hand_out,
+    find_combinations,
+    group_by_owner,
 )
-from fedmll.errors import ConfigError, DataError
-from fedmll.registry import register
-from fedmll.seeding import numpy_generator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Partition:
     """Which client has which samples.
 
-    clients  positions in the training data, sorted, of each client; no position twice
-    names    of the clients: c000, c001, … or the groups' own names
-    allowed  (K, C) the classes a client may show; all True (and read-only) where the kind does not restrict them
-    labels   (N, C) the targets after the rule for samples that fit nowhere; the input itself when no target changed
-    report   how many samples each rule touched: dropped, withheld, negative, moved_for_minimum
-    annotated, held_out   of a frozen federation: (K, C) what each client annotates, and what it holds out
-    looks    (K,) of `feature-skew`: how the images of each client look
+    Attributes:
+        clients: for each client its positions in the training data, sorted; no position occurs twice.
+        names: names of the clients: c000, c001, … or the names of the groups.
+        allowed: (K, C) the classes that a client may hold; all True (and read-only) if the kind does not restrict them.
+        labels: (N, C) the targets after the rule for samples that fit no client; the input itself if nothing changed.
+        report: how many samples each rule affected: dropped, withheld, negative, moved_for_minimum.
+        annotated: (K, C) the classes that each client annotates, if a partition file says so.
+        held_out: the samples that each client holds out for validation, if a partition file says so.
+        appearances: (K,) `feature-skew`: index into `feature_skew.APPEARANCES` for each client.
     """
 
     clients: tuple[NDArray[np.int64], ...]
@@ -51,19 +55,21 @@ class Partition:
     report: dict[str, int]
     annotated: NDArray[np.bool_] | None = None
     held_out: tuple[NDArray[np.int64], ...] | None = None
-    looks: NDArray[np.int64] | None = None
+    appearances: NDArray[np.int64] | None = None
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a partition (`@register("partition", NAME)`) is asked.
+@dataclass(frozen=True, kw_only=True)
+class PartitionRequest:
+    """The argument of a partition function (`@register("partition", NAME)`).
 
-    labels   (N, C) targets of the samples to divide: 1 present, 0 absent, -1 unknown
-    clients  how many; of `natural` None is a client a group
-    groups   (N,) the client that each sample comes from, if the data says
-    classes  names of the columns of `labels`
-    minimum  the smallest client, in samples
-    The rest is the experiment's [partition] (settings.Partition, which checks it).
+    Attributes:
+        labels: (N, C) targets of the samples to divide: 1 present, 0 absent, -1 unknown.
+        clients: the number of clients; None for `natural`: one client per group.
+        groups: (N,) the client that each sample comes from, if the data has this column.
+        classes: names of the columns of `labels`.
+        minimum: the number of samples of the smallest client.
+
+    The other attributes are settings of the experiment's section [partition].
     """
 
     labels: NDArray[np.int8]
@@ -72,7 +78,7 @@ class Request:
     seed: int
     beta: float = 0.5
     presence: float = 1.0
-    outside: str = "drop"
+    unassignable: str = "drop"
     labels_per_client: int = 2
     minimum: int = 1
     groups: NDArray[np.str_] | None = None
@@ -80,68 +86,81 @@ class Request:
     file: Path | None = None
 
     def generator(self, purpose: str) -> np.random.Generator:
-        """Random draws that depend on the seed, the kind and the purpose alone."""
+        """A generator that depends only on the seed, the kind of partition and the purpose."""
         return numpy_generator(self.seed, "partition", self.kind, purpose)
 
 
 def partition(labels: NDArray[np.int8], kind: str, clients: int | None, seed: int, **settings: Any) -> Partition:
-    """Deal the N samples of `labels` to clients, the same way for the same seed; `settings` are those of a Request."""
+    """Divide the samples of `labels` (N, C) among clients; the same seed gives the same partition.
+
+    Args:
+        labels: the targets of the samples.
+        kind: the registered name of the partition.
+        clients: the number of clients; None for one client per group.
+        seed: the experiment's seed.
+        settings: further attributes of `PartitionRequest`.
+    """
     divide = registry.find("partition", kind)
-    asked = Request(labels, kind, clients, seed, **settings)
-    found: Partition = divide(asked)
-    rows = np.concatenate(found.clients)
-    if len(found.names) != len(found.clients) or len(np.unique(rows)) != len(rows):
+    result: Partition = divide(PartitionRequest(labels=labels, kind=kind, clients=clients, seed=seed, **settings))
+    rows = np.concatenate(result.clients)
+    if len(result.names) != len(result.clients) or len(np.unique(rows)) != len(rows):
         raise ConfigError(
-            f"partition.kind = '{kind}' gives a sample to two clients, or another number of names than of clients. "
+            f"partition.kind = '{kind}' assigns a sample to two clients, or returns more or fewer names than clients. "
             "Correct its plug-in."
         )
-    return found
+    return result
 
 
 @register("partition", "iid")
-def iid(asked: Request) -> Partition:
-    """Equal shares at random."""
-    clients = _enough(asked)
-    parts = np.array_split(asked.generator("deal").permutation(len(asked.labels)), clients)
-    everything = _all(clients, asked.labels)
-    return Partition(tuple(np.sort(part) for part in parts), _names(clients), everything, asked.labels, _report())
+def iid(request: PartitionRequest) -> Partition:
+    """Clients of equal size, drawn at random."""
+    clients = _check_clients(request)
+    parts = np.array_split(request.generator("deal").permutation(len(request.labels)), clients)
+    return Partition(
+        clients=tuple(np.sort(part) for part in parts),
+        names=_names(clients),
+        allowed=_all_allowed(clients, request.labels),
+        labels=request.labels,
+        report=_report(),
+    )
 
 
 @register("partition", "dirichlet")
-def by_dirichlet(asked: Request) -> Partition:
-    """Shares of each class drawn from Dir(β); a client may show at most a share γ of the classes."""
-    clients, combinations = _enough(asked), combinations_of(asked.labels)
-    most = _most_classes(asked.presence, clients, asked.labels.shape[1])
-    allowed = draw_allowed(combinations, clients, most, asked.generator("allowed"))
-    return _dealt(asked, combinations, allowed, dirichlet(allowed, asked.beta, asked.generator("share")))
+def dirichlet(request: PartitionRequest) -> Partition:
+    """Shares of each class drawn from Dir(β); each client may hold at most the fraction γ of the classes."""
+    clients, combinations = _check_clients(request), find_combinations(request.labels)
+    most = _most_classes(request.presence, clients, request.labels.shape[1])
+    allowed = draw_allowed_classes(combinations, clients, most, request.generator("allowed"))
+    shares = draw_dirichlet_shares(allowed, request.beta, request.generator("share"))
+    return _assign(request, combinations, allowed, shares)
 
 
 @register("partition", "labels-per-client")
-def by_labels(asked: Request) -> Partition:
-    """Each client may show so many classes."""
-    clients, classes = _enough(asked), asked.labels.shape[1]
-    _check_labels_per_client(asked.labels_per_client, clients, classes)
+def labels_per_client(request: PartitionRequest) -> Partition:
+    """Each client may hold a fixed number of classes."""
+    clients, classes = _check_clients(request), request.labels.shape[1]
+    _check_labels_per_client(request.labels_per_client, clients, classes)
     allowed = np.zeros((clients, classes), dtype=bool)
-    fill_evenly(allowed, np.full(clients, asked.labels_per_client), asked.generator("allowed"))
-    return _dealt(asked, combinations_of(asked.labels), allowed, np.zeros(allowed.shape))
+    fill_evenly(allowed, np.full(clients, request.labels_per_client), request.generator("allowed"))
+    return _assign(request, find_combinations(request.labels), allowed, np.zeros(allowed.shape))
 
 
 def round_half_up(share: float, total: int) -> int:
-    """share · total in decimal: 0.29 · 50 is 14.5 and gives 15, where binary floats give 14."""
+    """share · total, rounded in decimal: 0.29 · 50 is 14.5 and gives 15, where binary floats give 14."""
     return int((Decimal(str(share)) * total).quantize(Decimal(1), ROUND_HALF_UP))
 
 
-# What can be asked for
+# What can be request for
 
 
-def _enough(asked: Request) -> int:
-    """The number of clients, if there are samples for so many."""
-    clients, samples, minimum = asked.clients, len(asked.labels), asked.minimum
+def _check_clients(request: PartitionRequest) -> int:
+    """The number of clients; raises ConfigError if there are too few samples for them."""
+    clients, samples, minimum = request.clients, len(request.labels), request.minimum
     if clients is None:
-        raise ConfigError(f"partition.kind = '{asked.kind}' needs partition.clients, the number of clients.")
+        raise ConfigError(f"partition.kind = '{request.kind}' needs partition.clients, the number of clients.")
     if clients > samples:
         raise ConfigError(
-            f"partition.clients = {clients} is more than the {samples} training samples, so some clients would "
+            f"partition.clients = {clients} is more than the {samples} training samples: some clients would "
             "have no data. Lower partition.clients or use more data."
         )
     if clients * minimum > samples:
@@ -153,17 +172,17 @@ def _enough(asked: Request) -> int:
 
 
 def _most_classes(presence: float, clients: int, classes: int) -> int:
-    """The most classes a client may show: γC, rounded half up."""
+    """The largest number of classes per client: γC, rounded half up."""
     if Decimal(str(presence)) * classes < 1:
         raise ConfigError(
-            f"partition.presence = {presence} allows a client less than one of the {classes} classes. Raise "
+            f"partition.presence = {presence} allows fewer than one of the {classes} classes per client. Raise "
             f"partition.presence to {np.ceil(1000 / classes) / 1000:g} or more."
         )
     most = round_half_up(presence, classes)
     if clients * most < classes:
         raise ConfigError(
-            f"partition.clients = {clients} with partition.presence = {presence} (at most {most} classes a client) "
-            f"leaves some of the {classes} classes to nobody. Raise partition.presence to "
+            f"partition.clients = {clients} with partition.presence = {presence} (at most {most} classes per client) "
+            f"leaves some of the {classes} classes without a client. Raise partition.presence to "
             f"{np.ceil(-(-classes // clients) / classes * 1000) / 1000:g} or more, or partition.clients to "
             f"{-(-classes // most)} or more."
         )
@@ -178,43 +197,57 @@ def _check_labels_per_client(count: int, clients: int, classes: int) -> None:
     if clients * count < classes:
         raise ConfigError(
             f"partition.labels_per_client = {count} with partition.clients = {clients} leaves some of the {classes} "
-            f"classes to nobody. Raise partition.labels_per_client to {-(-classes // clients)} or more, or "
+            f"classes without a client. Raise partition.labels_per_client to {-(-classes // clients)} or more, or "
             f"partition.clients to {-(-classes // count)} or more."
         )
 
 
-def _dealt(
-    asked: Request, combinations: Combinations, allowed: NDArray[np.bool_], log_share: NDArray[np.float64]
+def _assign(
+    request: PartitionRequest,
+    combinations: LabelCombinations,
+    allowed: NDArray[np.bool_],
+    log_share: NDArray[np.float64],
 ) -> Partition:
-    """Hand the samples out, apply the rule for those that fit no client, then fill up the clients that are too small:
-    samples move there from large ones, never to a client that may not show them."""
-    labels, outside, rng = asked.labels, asked.outside, asked.generator("deal")
-    deal = hand_out(combinations, allowed, log_share, rng)
-    owner, allowed = deal.owner, deal.allowed
-    unplaceable = np.flatnonzero(deal.misses[deal.combinations.of_sample] > 0)
-    if outside == "drop":
-        owner[unplaceable] = NOBODY
-    dealt = owner.copy()
-    fill_up(deal, asked.minimum, _names(len(allowed)), rng)
-    touched = {"drop": "dropped", "withhold": "withheld", "negative": "negative"}[outside]
-    report = _report(**{touched: len(unplaceable), "moved_for_minimum": int((owner != dealt).sum())})
-    if outside != "drop" and len(unplaceable):
+    """Assign the samples, apply the rule for samples that fit no client, then enforce the minimum size.
+
+    Samples move from large clients to clients below the minimum, but never to a client that may not hold them.
+    """
+    labels, unassignable, rng = request.labels, request.unassignable, request.generator("deal")
+    assignment = assign_samples(combinations, allowed, log_share, rng)
+    owner, allowed = assignment.owner, assignment.allowed
+    unplaceable = np.flatnonzero(assignment.unplaced_labels[assignment.combinations.of_sample] > 0)
+    if unassignable == "drop":
+        owner[unplaceable] = UNASSIGNED
+    before = owner.copy()
+    enforce_minimum(assignment, request.minimum, _names(len(allowed)), rng)
+    touched = {"drop": "dropped", "withhold": "withheld", "negative": "negative"}[unassignable]
+    report = _report(**{touched: len(unplaceable), "moved_for_minimum": int((owner != before).sum())})
+    if unassignable != "drop" and len(unplaceable):
         targets = labels[unplaceable]
-        targets[(targets == PRESENT) & ~allowed[owner[unplaceable]]] = UNKNOWN if outside == "withhold" else ABSENT
+        targets[(targets == PRESENT) & ~allowed[owner[unplaceable]]] = UNKNOWN if unassignable == "withhold" else ABSENT
         labels = labels.copy()
         labels[unplaceable] = targets
-    return Partition(tuple(deal.hands()), _names(len(allowed)), allowed, labels, report)
+    return Partition(
+        clients=tuple(assignment.samples_by_client()),
+        names=_names(len(allowed)),
+        allowed=allowed,
+        labels=labels,
+        report=report,
+    )
 
 
 @register("partition", "natural")
-def natural(asked: Request) -> Partition:
-    """A client a group; with fewer clients than groups, whole groups dealt to clients so that sizes are about even.
-    The clients are left as they are, however small: a group's data does not become another group's."""
-    labels, clients, groups = asked.labels, asked.clients, asked.groups
+def natural(request: PartitionRequest) -> Partition:
+    """One client per group of the data; with fewer clients than groups, several groups form one client.
+
+    Groups are then combined so that the clients have similar sizes. A group is never divided, so small clients stay
+    small.
+    """
+    labels, clients, groups = request.labels, request.clients, request.groups
     if groups is None:
         raise ConfigError(
-            "partition.kind = 'natural' needs data that says where each sample comes from (a `client` column in the "
-            "CSV, for example), and this data does not. Choose another partition.kind or add the column."
+            "partition.kind = 'natural' needs data with the client of each sample (for example a `client` column in "
+            "the CSV), and this data has none. Choose another partition.kind or add the column."
         )
     blank = np.flatnonzero(groups == "")
     if len(blank):
@@ -222,15 +255,15 @@ def natural(asked: Request) -> Partition:
             f"partition.kind = 'natural': {len(blank)} of the {len(groups)} training samples have no client, the first "
             f"at position {blank[0]}. Fill in the `client` column or leave these samples out."
         )
-    found, owner = np.unique(groups, return_inverse=True)
-    names = tuple(found.tolist())
+    unique, owner = np.unique(groups, return_inverse=True)
+    names = tuple(unique.tolist())
     if clients is not None and clients > len(names):
         raise ConfigError(
             f"partition.clients = {clients} is more than the {len(names)} groups in the data, and a group is never "
-            "divided. Lower partition.clients, or leave it out for a client a group."
+            "divided. Lower partition.clients, or leave it out for one client per group."
         )
     if clients is not None and clients < len(names):
-        # Largest group first, to the client with the least so far.
+        # Largest group first, to the client with the fewest samples so far.
         client_of = np.empty(len(names), dtype=np.int64)
         load = [(0, client) for client in range(clients)]
         sizes = np.bincount(owner)
@@ -239,10 +272,13 @@ def natural(asked: Request) -> Partition:
             client_of[group] = client
             heapq.heappush(load, (size + int(sizes[group]), client))
         owner, names = client_of[owner], _names(clients)
-    return Partition(tuple(by_owner(owner, len(names))), names, _all(len(names), labels), labels, _report())
-
-
-# Small things
+    return Partition(
+        clients=tuple(group_by_owner(owner, len(names))),
+        names=names,
+        allowed=_all_allowed(len(names), labels),
+        labels=labels,
+        report=_report(),
+    )
 
 
 def _names(clients: int) -> tuple[str, ...]:
@@ -250,8 +286,8 @@ def _names(clients: int) -> tuple[str, ...]:
     return tuple(f"c{client:0{digits}d}" for client in range(clients))
 
 
-def _all(clients: int, labels: NDArray[np.int8]) -> NDArray[np.bool_]:
-    """Every class allowed everywhere, in one byte of memory."""
+def _all_allowed(clients: int, labels: NDArray[np.int8]) -> NDArray[np.bool_]:
+    """Every class is allowed at every client; needs one byte of memory."""
     return np.broadcast_to(np.True_, (clients, labels.shape[1]))
 
 

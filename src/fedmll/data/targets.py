@@ -1,4 +1,4 @@
-"""Targets as sources give them, made three-valued; splits; and what training data must have."""
+"""Targets of sources as three values, random splits, and checks of training data."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import DataError
+from fedmll.core.seeding import numpy_generator
 from fedmll.data.dataset import PRESENT, UNKNOWN, Dataset, Splits
-from fedmll.data.images.reading import some
-from fedmll.errors import DataError
-from fedmll.seeding import numpy_generator
+from fedmll.data.images.problems import abbreviate
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
-TEST_SHARE = 0.2  # of the samples of a source that comes without a split
-SPLIT_SEED = 0  # of that split, whatever the experiment's seed
+TEST_SHARE = 0.2  # fraction of the samples of a source without a split
+SPLIT_SEED = 0  # of that split; independent of the experiment's seed
 NAMED_CLASSES = 5
 
 
 def one_hot(numbers: NDArray[np.integer], classes: int, where: str) -> NDArray[np.int8]:
-    """Targets of samples that have one class each, given by its number."""
+    """Targets of samples with exactly one class each, given by class number."""
     wrong = np.flatnonzero((numbers < 0) | (numbers >= classes))
     if len(wrong):
         raise DataError(
-            f"{where}: sample {wrong[0]} has the class number {numbers[wrong[0]]}, and there are {classes} classes, "
+            f"{where}: sample {wrong[0]} has the class number {numbers[wrong[0]]}; there are {classes} classes, "
             f"numbered from 0. Correct the number or the list of classes."
         )
     targets = np.zeros((len(numbers), classes), dtype=np.int8)
@@ -31,8 +31,8 @@ def one_hot(numbers: NDArray[np.integer], classes: int, where: str) -> NDArray[n
     return targets
 
 
-def three_valued(labels: NDArray[np.generic], classes: tuple[str, ...], where: str) -> NDArray[np.int8]:
-    """Targets from a stored array: one column a class with 1, 0 or -1 (unknown), or one class number a sample."""
+def parse_targets(labels: NDArray[np.generic], classes: tuple[str, ...], where: str) -> NDArray[np.int8]:
+    """Targets from an array: one column per class with 1, 0 or -1 (unknown), or one class number per sample."""
     if labels.dtype.kind not in "iub":
         raise DataError(f"{where}: labels must be whole numbers; they are {labels.dtype}. Store them as int8.")
     numbers = labels.astype(np.int64) if labels.dtype.kind == "b" else labels
@@ -40,8 +40,8 @@ def three_valued(labels: NDArray[np.generic], classes: tuple[str, ...], where: s
         return one_hot(numbers, len(classes), where)  # type: ignore[arg-type]
     if numbers.ndim != 2 or numbers.shape[1] != len(classes):
         raise DataError(
-            f"{where}: labels have the shape {numbers.shape}, and there are {len(classes)} classes. One row a sample "
-            "and one column a class are needed, or one class number a sample."
+            f"{where}: labels have the shape {numbers.shape}, and there are {len(classes)} classes. One row per "
+            "sample and one column per class are needed, or one class number per sample."
         )
     wrong = np.argwhere((numbers < UNKNOWN) | (numbers > PRESENT))  # type: ignore[operator]
     if len(wrong):
@@ -53,11 +53,11 @@ def three_valued(labels: NDArray[np.generic], classes: tuple[str, ...], where: s
     return numbers.astype(np.int8)
 
 
-def split_at_random(labels: NDArray[np.int8], patients: NDArray[np.str_] | None = None) -> NDArray[np.int8]:
-    """A split with a fifth of the samples in test, stratified by each sample's (or patient's) rarest class.
+def draw_split(labels: NDArray[np.int8], patients: NDArray[np.str_] | None = None) -> NDArray[np.int8]:
+    """Draw a split with a fifth of the samples in test, stratified by the rarest class of each sample (or patient).
 
-    So a class with very few positives keeps them in training instead of losing them to chance. It is the same for every
-    seed of an experiment, so that seeds can be compared on the same test data.
+    Stratification keeps most positives of a rare class in the training data. The split does not depend on the
+    experiment's seed, so that different seeds are compared on the same test data.
     """
     generator = numpy_generator(SPLIT_SEED, "split")
     present = labels == PRESENT
@@ -71,18 +71,18 @@ def split_at_random(labels: NDArray[np.int8], patients: NDArray[np.str_] | None 
     shown = np.zeros((len(names), labels.shape[1]), dtype=bool)
     np.logical_or.at(shown, patient_of, present)
     sizes = np.bincount(patient_of)
-    room = 0.0  # carried on: a stratum may have too few patients for a fifth of its own
+    room = 0.0  # carried over: a stratum may have too few patients for a fifth
     for members in _strata(shown):
         room += sizes[members].sum() * TEST_SHARE
-        chosen, room = whole_groups(generator.permutation(members), sizes, room)
+        chosen, room = choose_whole_groups(generator.permutation(members), sizes, room)
         split[np.isin(patient_of, chosen)] = TEST
     return split
 
 
-def whole_groups(
+def choose_whole_groups(
     candidates: NDArray[np.int64], sizes: NDArray[np.int64], room: float
 ) -> tuple[NDArray[np.int64], float]:
-    """Those of the groups, in this order, of which at least half fits into what room is left; never all of them."""
+    """Choose groups, in this order, if at least half of the group fits into the remaining room; never all groups."""
     chosen = []
     for group in candidates[:-1]:
         if sizes[group] <= 2 * room:
@@ -91,22 +91,23 @@ def whole_groups(
     return np.array(chosen, dtype=np.int64), room
 
 
-def straddling(split: NDArray[np.integer], patients: NDArray[np.str_]) -> list[str]:
+def find_split_groups(split: NDArray[np.integer], patients: NDArray[np.str_]) -> list[str]:
     """The patients with samples in more than one part of a split."""
     pairs = np.unique(np.stack([np.unique(patients, return_inverse=True)[1], split]), axis=1)
     numbers, parts = np.unique(pairs[0], return_counts=True)
     return [str(name) for name in np.unique(patients)[numbers[parts > 1]]]
 
 
-def both_sides(names: Sequence[str], group: str | None) -> str:
+def describe_split_groups(names: Sequence[str], group: str | None) -> str:
     return (
-        f"{len(names)} of '{group}' are on more than one side of the split: {some([f'{name!r}' for name in names])}. "
-        "Give all samples of each the same split, or leave the split out and it is drawn."
+        f"{len(names)} of '{group}' are in more than one part of the split: "
+        f"{abbreviate([f'{name!r}' for name in names])}. "
+        "Give all samples of each the same split, or leave out the split; a split is then drawn."
     )
 
 
 def _strata(present: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
-    """The rows by their rarest class; those without one are the last."""
+    """The rows grouped by their rarest class; rows without a positive class form the last group."""
     positives = present.sum(axis=0)
     rarity = np.where(present, positives, len(present) + 1)
     rarest = np.where(present.any(axis=1), rarity.argmin(axis=1), present.shape[1])
@@ -117,36 +118,41 @@ def check_classes(classes: tuple[str, ...], where: str) -> None:
     repeated = next((name for name in classes if classes.count(name) > 1), None)
     if repeated is not None:
         raise DataError(
-            f"{where}: the class '{repeated}' appears twice. Every class needs one column and its own name."
+            f"{where}: the class '{repeated}' appears twice. Each class needs one column with a unique name."
         )
 
 
-def splits_of(
+def make_splits(
     samples: Dataset,
     split: NDArray[np.integer] | None,
     where: str,
     require_positives: bool = True,
     group: str | None = None,
 ) -> Splits:
-    """Training, validation and test views of one dataset, by `split` (0, 1, 2) or, without one, drawn.
+    """Training, validation and test views of one dataset.
 
-    `group` is what `samples.patients` are called, if they must stay together.
+    Args:
+        samples: all samples.
+        split: 0 train, 1 validation, 2 test for each sample; None: draw a split.
+        where: the name of the data, for error messages.
+        require_positives: reject training data in which a class is never present.
+        group: the name of the column `samples.patients`, if the samples of a patient must stay together.
     """
-    places = split_at_random(samples.labels, samples.patients if group else None) if split is None else split
+    places = draw_split(samples.labels, samples.patients if group else None) if split is None else split
     parts = [np.flatnonzero(places == code) for code in (TRAIN, VALIDATION, TEST)]
     if sum(map(len, parts)) != len(samples):
         wrong = int(np.flatnonzero((places < TRAIN) | (places > TEST))[0])
         raise DataError(
             f"{where}: sample {wrong} has the split {places[wrong]}; it must be 0 (train), 1 (validation) or 2 (test)."
         )
-    both = [] if group is None or samples.patients is None else straddling(places, samples.patients)
+    both = [] if group is None or samples.patients is None else find_split_groups(places, samples.patients)
     if both:
-        raise DataError(f"{where}: {both_sides(both, group)}")
+        raise DataError(f"{where}: {describe_split_groups(both, group)}")
     for code, name in ((TRAIN, "training"), (TEST, "test")):
         if not len(parts[code]):
-            advice = "Mark some samples as such" if split is not None else "Add samples: at least 3 a class are needed"
+            advice = "Mark some samples as such" if split is not None else "Add samples (at least 3 per class)"
             if split is None and group is not None:
-                advice = f"Add some of other '{group}'s, or a split: too few of them have too many of the samples"
+                advice = f"Add samples with other values of '{group}', or a split: a few values have most samples"
             raise DataError(f"{where}: there are no {name} samples among its {len(samples)}. {advice}.")
     train, validation, test = (samples.subset(part) if len(part) else None for part in parts)
     assert train is not None
@@ -157,7 +163,7 @@ def splits_of(
 
 
 def check_positives(train: Dataset, where: str) -> None:
-    """A class that training never shows cannot be learnt: say so before the training, not after."""
+    """Reject training data in which a class has no positive sample: such a class cannot be learned."""
     missing = [
         name
         for name, any_present in zip(train.classes, (train.labels == PRESENT).any(axis=0), strict=True)
@@ -168,6 +174,6 @@ def check_positives(train: Dataset, where: str) -> None:
     named = ", ".join(f"'{name}'" for name in missing[:NAMED_CLASSES])
     more = f" and {len(missing) - NAMED_CLASSES} more" if len(missing) > NAMED_CLASSES else ""
     raise DataError(
-        f"{where}: no training sample shows the class{'es' if len(missing) > 1 else ''} {named}{more} (not a single "
-        f"positive in {len(train)}). Remove the column, or add samples that show it to the training data."
+        f"{where}: no training sample has the class{'es' if len(missing) > 1 else ''} {named}{more} (not a single "
+        f"positive in {len(train)}). Remove the column, or add training samples of the class."
     )

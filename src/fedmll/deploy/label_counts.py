@@ -1,9 +1,12 @@
-"""How many training images of each site have a class, do not, or are not known to: what the operator sees before round
-1. A count of some images, but fewer than the site's minimum, is not said, nor is another that it would follow from."""
+"""Label counts: how many training images of each site have a class, do not have it, or have no label for it.
+
+The operator sees them before round 1. Counts are rounded to a multiple of ROUNDED_TO, so that one image more or less
+does not show. A site withholds a count of few images (fewer than its minimum, or than ROUNDED_TO), and all counts from
+which that one could be computed.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,132 +14,177 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.confirmation import Confirm
+from fedmll.core.errors import FederationError
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
-from fedmll.errors import FederationError
-from fedmll.running.folder import write_csv
+from fedmll.runs.formatting import write_csv
 
 if TYPE_CHECKING:
     from fedmll.deploy.introduction import Introduction
 
 FILE = "labels.csv"
-FEW, UNSAID = -1, -2  # instead of a count: some, but fewer than the minimum; more, and it would say another one
-MOST_COLUMNS = 8  # sites in the table on the screen; of more it has the sums
+ROUNDED_TO = 5
+FEW, WITHHELD = -1, -2  # instead of a count: more than 0 but below the minimum; withheld because of another count
+MAX_COLUMNS = 8  # sites in the table on the screen; of more sites it shows the sums
 
-Counts = dict[str, tuple[int, int, int]]  # by class: present, absent, unknown
-Here = Mapping[str, "Introduction"]
+LabelCounts = dict[str, tuple[int, int, int]]  # by class: present, absent, unknown
+Introductions = Mapping[str, "Introduction"]  # by site
 
 
-def of_site(data: Dataset, annotated: NDArray[np.bool_], smallest: int) -> Counts:
-    """What leaves a site: of the classes that it annotates."""
+def count_labels(data: Dataset, annotated: NDArray[np.bool_], min_count: int) -> LabelCounts:
+    """Count a site's labels for the server, for the classes that the site annotates.
+
+    0 is released as 0. The largest count of a class is the rounded number of images minus the two others: rounded by
+    itself, it would reveal the others more exactly than their own rounding. For a class with a small count, and for a
+    site with few images, all counts except 0 are withheld.
+
+    Args:
+        data: the site's training images.
+        annotated: bool (C,), the classes that the site annotates.
+        min_count: the site's own minimum; a smaller count is replaced by FEW.
+    """
     counts = np.stack([(data.labels == value).sum(axis=0) for value in (PRESENT, ABSENT, UNKNOWN)], axis=1)
-    few = (counts > 0) & (counts < smallest)
-    told = np.where(few, FEW, counts)
-    for row in np.flatnonzero(few.any(axis=1) & ~few.all(axis=1)):
-        told[row, np.argmax(np.where(few[row], -1, counts[row]))] = UNSAID
-    rows = {name: (int(row[0]), int(row[1]), int(row[2])) for name, row in zip(data.classes, told, strict=True)}
-    return {name: rows[name] for name, own in zip(data.classes, annotated, strict=True) if own}
+    least, some = min_released_count(min_count), counts > 0
+    few = some & (counts < least)
+    released = round_counts(counts)
+    largest = counts.argmax(axis=1)[:, None]
+    np.put_along_axis(released, largest, 0, axis=1)
+    rest = round_counts(np.int64(len(data))) - released.sum(axis=1)
+    np.put_along_axis(released, largest, rest[:, None], axis=1)
+    released[few.any(axis=1, keepdims=True) & some] = WITHHELD
+    released[few] = FEW
+    if len(data) <= 3 * least:  # three counts of at least `least`, or fewer, would follow from their sum
+        released[some] = WITHHELD
+    rows = {name: (int(row[0]), int(row[1]), int(row[2])) for name, row in zip(data.classes, released, strict=True)}
+    return {name: rows[name] for name, is_own in zip(data.classes, annotated, strict=True) if is_own}
 
 
-def nothing_said(classes: Sequence[str]) -> Counts:
-    return dict.fromkeys(classes, (UNSAID, UNSAID, UNSAID))
+def round_counts(counts: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:
+    """Round to the nearest multiple of ROUNDED_TO."""
+    return np.asarray((counts + ROUNDED_TO // 2) // ROUNDED_TO * ROUNDED_TO)
 
 
-def believed(told: Any, classes: Sequence[str], samples: int) -> Counts | None:
-    """What a site says of its own classes; None: no images can have such counts."""
-    if not isinstance(told, dict) or list(told) != list(classes):
+def min_released_count(min_count: int) -> int:
+    """The smallest count, other than 0, that leaves a site with this minimum."""
+    return max(min_count, ROUNDED_TO)
+
+
+def withheld_counts(classes: Sequence[str]) -> LabelCounts:
+    """The counts of a site that releases none."""
+    return dict.fromkeys(classes, (WITHHELD, WITHHELD, WITHHELD))
+
+
+def parse_counts(values: Any, classes: Sequence[str], samples: int) -> LabelCounts | None:
+    """Validate the counts that a site sent for its classes; None if no images can have such counts."""
+    if not isinstance(values, dict) or list(values) != list(classes):
         return None
-    for row in told.values():
+    for row in values.values():
         if not isinstance(row, list | tuple) or len(row) != 3 or not all(type(count) is int for count in row):
             return None
-        said = [count for count in row if count >= 0]
-        if min(row) < UNSAID or sum(said) > samples or (len(said) == 3 and sum(said) != samples):
+        released = [count for count in row if count >= 0]
+        total = int(round_counts(np.int64(samples)))
+        if min(row) < WITHHELD or any(count % ROUNDED_TO for count in released):
             return None
-    return {name: (row[0], row[1], row[2]) for name, row in told.items()}
+        if sum(released) >= samples + ROUNDED_TO or (len(released) == 3 and sum(released) != total):
+            return None
+    return {name: (row[0], row[1], row[2]) for name, row in values.items()}
 
 
-def settle(
-    out: Path, classes: Sequence[str], names: Sequence[str], here: Here, say: Callable[[str], None],
-    confirm: Callable[[Sequence[str]], None],
-) -> None:  # fmt: skip
-    """Before round 1: show the counts, have what is doubtful confirmed, write them down. Not a second time."""
-    here = {name: here[name] for name in names if name in here}
+def confirm_label_counts(
+    out: Path,
+    classes: Sequence[str],
+    names: Sequence[str],
+    introductions: Introductions,
+    *,
+    notify: Callable[[str], None],
+    confirm: Confirm,
+) -> None:
+    """Show the counts before round 1, let the operator confirm what is uncertain_labels, and write labels.csv.
+
+    A resumed run, which has the file, is not shown again.
+
+    Args:
+        out: the run's folder.
+        classes: the classes of the federation.
+        names: the clients that take part.
+        introductions: of the clients that have joined.
+        notify: shows a line to the operator.
+        confirm: asks the operator.
+
+    Raises:
+        FederationError: the operator does not confirm.
+    """
+    joined = {name: introductions[name] for name in names if name in introductions}
     if not (out / FILE).exists():
-        for line in shown(classes, here):
-            say(line)
-        found = doubts(classes if len(here) == len(names) else (), here)  # who comes later may know them
-        for doubt in found:
-            say(doubt)
-        if found:
-            confirm(found)
-    write(out, classes, names, here)
+        for line in format_table(classes, joined):
+            notify(line)
+        doubts = find_doubts(classes if len(joined) == len(names) else (), joined)  # a late client may annotate them
+        for doubt in doubts:
+            notify(doubt)
+        if doubts and not confirm("Start all the same?"):
+            raise FederationError(
+                f"Nobody confirmed that the run starts although {'; '.join(doubts)}. Correct the labels at the sites, "
+                "or continue with `fedmll resume FOLDER --yes`."
+            )
+    write_label_counts(out, classes, names, joined)
 
 
-def doubts(classes: Sequence[str], here: Here) -> list[str]:
-    """What a person should know before hours of training. What is not said of few images counts as some."""
-    known = {label: [told.labels[label] for told in here.values() if label in told.labels] for label in classes}
+def find_doubts(classes: Sequence[str], introductions: Introductions) -> list[str]:
+    """What the operator should know before hours of training. A withheld count is taken for more than 0."""
+    sites = introductions.values()
+    known = {label: [site.labels[label] for site in sites if label in site.labels] for label in classes}
     nowhere = [label for label, rows in known.items() if not any(row[0] or row[1] for row in rows)]
     never = [label for label, rows in known.items() if label not in nowhere and not any(row[0] for row in rows)]
-    found = []
+    doubts = []
     if nowhere:
-        found.append(f"no site has a training image with a known label of {', '.join(nowhere)}")
+        doubts.append(f"no site has a training image with a known label of {', '.join(nowhere)}")
     if never:
-        found.append(f"no site has a training image with {', '.join(never)}")
-    for name, told in here.items():
-        rows = told.labels.values()
+        doubts.append(f"no site has a training image with {', '.join(never)}")
+    for name, site in introductions.items():
+        rows = site.labels.values()
         if not any(row[0] or row[1] for row in rows):
-            found.append(f"{name} knows no label of any of its {told.samples} training images")
+            doubts.append(f"{name} knows no label of any of its {site.samples} training images")
         elif not any(row[0] for row in rows):
-            found.append(f"{name} has no training image with any of its classes")
-    return found
+            doubts.append(f"{name} has no training image with any of its classes")
+    return doubts
 
 
-def at_terminal(found: Sequence[str]) -> None:
-    """A person's word; FederationError without one."""
-    if sys.stdin.isatty() and input("Start all the same? [y/N] ").strip().lower() in ("y", "yes"):
-        return
-    raise FederationError(
-        f"Nobody confirmed that the run starts although {'; '.join(found)}. Have it put right at the sites, or go on "
-        "with `fedmll resume FOLDER --yes`."
-    )
-
-
-def beforehand(found: Sequence[str]) -> None:
-    """With --yes, and where the sites are one's own (a rehearsal)."""
-
-
-def write(out: Path, classes: Sequence[str], names: Sequence[str], here: Here) -> None:
-    """labels.csv: a line a class of each site, in the order of `names`, that has come."""
+def write_label_counts(out: Path, classes: Sequence[str], names: Sequence[str], introductions: Introductions) -> None:
+    """Write labels.csv: one line per class of each site that has joined, in the order of `names`."""
     rows: list[tuple[str, ...]] = []
-    for name, told in ((name, here[name]) for name in names if name in here):
+    for name, site in ((name, introductions[name]) for name in names if name in introductions):
         for label in classes:
-            row = told.labels.get(label, (0, 0, told.samples))
-            rows.append((name, label, str(told.samples), *(_cell(count, told.min_count) for count in row)))
+            row = site.labels.get(label, (0, 0, site.samples))
+            rows.append((name, label, str(site.samples), *(_format_count(count, site.min_count) for count in row)))
     header = ("site", "class", "images", "present", "absent", "unknown")
     write_csv(out / FILE, {key: np.array([row[place] for row in rows]) for place, key in enumerate(header)})
 
 
-def shown(classes: Sequence[str], here: Here) -> list[str]:
-    """The table for the operator: a class a line, of each site present / absent / unknown; of many sites their sums."""
-    header = ["training images: present / absent / unknown"]
-    if len(here) <= MOST_COLUMNS:
-        header += [f"{name} ({told.samples})" for name, told in here.items()]
-        lines = [[label, *(_cells(told, label) for told in here.values())] for label in classes]
+def format_table(classes: Sequence[str], introductions: Introductions) -> list[str]:
+    """The table for the operator: one line per class, with present / absent / unknown of each site.
+
+    With more than MAX_COLUMNS sites it has the sums over the sites.
+    """
+    header = [f"training images, rounded to {ROUNDED_TO}: present / absent / unknown"]
+    if len(introductions) <= MAX_COLUMNS:
+        header += [f"{name} ({site.samples})" for name, site in introductions.items()]
+        lines = [[label, *(_format_counts(site, label) for site in introductions.values())] for label in classes]
     else:
-        header += ["sites that know it", "all sites together, at least"]
-        lines = [[label, *_sums(here, label)] for label in classes]
+        header += ["sites that annotate it", "all sites, at least"]
+        lines = [[label, *_format_sums(introductions, label)] for label in classes]
     return [" | ".join(line) for line in [header, *lines]]
 
 
-def _cell(count: int, smallest: int) -> str:
-    return {FEW: f"< {smallest}", UNSAID: "not said"}.get(count, str(count))
+def _format_count(count: int, min_count: int) -> str:
+    return {FEW: f"< {min_released_count(min_count)}", WITHHELD: "withheld"}.get(count, str(count))
 
 
-def _cells(told: Introduction, label: str) -> str:
-    row = told.labels.get(label)
-    return "–" if row is None else " / ".join(_cell(count, told.min_count) for count in row)
+def _format_counts(site: Introduction, label: str) -> str:
+    row = site.labels.get(label)
+    return "–" if row is None else " / ".join(_format_count(count, site.min_count) for count in row)
 
 
-def _sums(here: Here, label: str) -> tuple[str, str]:
-    rows = [(told.samples, told.labels.get(label, (0, 0, told.samples))) for told in here.values()]
-    know = sum(bool(row[0] or row[1]) for _, row in rows)
-    return str(know), " / ".join(str(sum(max(row[place], 0) for _, row in rows)) for place in range(3))
+def _format_sums(introductions: Introductions, label: str) -> tuple[str, str]:
+    rows = [(site.samples, site.labels.get(label, (0, 0, site.samples))) for site in introductions.values()]
+    annotating = sum(bool(row[0] or row[1]) for _, row in rows)
+    return str(annotating), " / ".join(str(sum(max(row[place], 0) for _, row in rows)) for place in range(3))

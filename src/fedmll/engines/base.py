@@ -1,65 +1,73 @@
-"""What the runner needs of an engine: whoever trains the round's clients, here or elsewhere."""
+"""What the training loop needs from an engine, which trains the clients of a round here or on other machines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from fedmll.client import Peer, Reply
+from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import Federation
-from fedmll.data.images.cache import Progress
-from fedmll.engines.learner import Learner
-from fedmll.engines.memory import Versions
-from fedmll.evaluation.pooled import Evaluation
-from fedmll.message import Message, Tensors
+from fedmll.engines.client_state import StateVersions
+from fedmll.engines.trainer import Trainer
+from fedmll.evaluation.evaluate import Evaluation
+from fedmll.methods.base import Records
 
 
-class Memories(Protocol):
-    """Where clients' memories are: the newest round of each client, and which of all must be kept (None: all)."""
+class ClientStates(Protocol):
+    """The stored client states."""
 
-    latest: dict[int, int]
+    latest: dict[int, int]  # client → the round of its newest state
 
     def sync(self) -> None:
-        """What was written is on the disk when this returns."""
+        """When this returns, everything that was written is on the disk."""
 
-    def keep_only(self, versions: Versions | None) -> None: ...
+    def keep_only(self, versions: StateVersions | None) -> None:
+        """Delete all other versions. None: keep all."""
 
-    def checkpointed(self, kept: Callable[[], Versions | None]) -> None:
-        """A checkpoint was saved; `kept` reads from the disk what it and the one before it refer to."""
+    def checkpointed(self, kept: Callable[[], StateVersions | None]) -> None:
+        """A checkpoint was saved. `kept` reads from the disk which versions it and the one before it refer to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """The result of one round."""
+
+    state: Tensors  # the server's new state
+    records: Records  # of the method's parts
+    losses: list[tuple[float, float]]  # of each client: its loss and its number of samples
+    bytes_up: int
+    bytes_down: int
 
 
 class Engine(Protocol):
-    learner: Learner  # of the global model
-    bytes_up: int  # of the last round
-    bytes_down: int
+    """Trains the clients of a round, and evaluates the global model."""
+
+    trainer: Trainer  # with the global model
 
     @property
-    def tries(self) -> int:
-        """How often a round may be tried when it gets too few replies (TooFewReplies)."""
+    def client_states(self) -> ClientStates: ...
 
-    @property
-    def memory(self) -> Memories: ...
+    def initial_state(self) -> Tensors:
+        """The state of the server before round 1."""
 
-    def start(self) -> Tensors: ...
+    def federation_in(self, number: int) -> Federation:
+        """The federation in a round. Between machines, clients join and leave."""
 
-    def gathered(self, number: int) -> Federation:
-        """The federation as it is in a round: between machines clients come and leave."""
+    def run_round(self, state: Tensors, number: int, on_reply: Callable[[int], None]) -> RoundResult:
+        """Send the state to the clients of a round and aggregate their valid replies.
 
-    def round(self, state: Tensors, number: int) -> Iterator[Reply]:
-        """The good replies of the round's clients; of all clients in an opening or closing exchange."""
-
-    def fault(self, error: Exception, peer: Peer | None) -> None:
-        """A reply, or (None) all of them together, cannot be merged. Raises `error` where clients are one's own; raises
-        RoundSpoilt where the round is done again without the client; returns where the model stays as it was."""
+        Args:
+            state: the server's state.
+            number: the round. In an opening (0) or closing (last + 1) exchange all clients take part.
+            on_reply: is called with the number of replies so far; with 0 when a round, or a new attempt, begins.
+        """
 
     def evaluate(self, message: Message) -> Evaluation: ...
 
-    def audit(self) -> dict[str, float | Tensor]: ...
+    def audit_records(self) -> dict[str, float | Tensor]:
+        """What a simulation logs about client states and true targets."""
 
     def close(self) -> None: ...
-
-
-MakeEngine = Callable[[Federation, Path, Progress], Engine]

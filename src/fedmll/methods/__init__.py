@@ -1,21 +1,41 @@
-"""Methods, by name. A new one is a new file in this folder, or in a plug-in; nothing else."""
+"""Methods by name. A new method is a new file in this package or in a plug-in; nothing else changes.
+
+base            the contract: Part, Head, Aggregator, TensorSpec (start here)
+client_round    what a part sees on a client: Client, ClientRound, TrainStep, Batch
+reply_spec      what a reply must look like, and why it is rejected
+method          Method: a name, a paper and a list of parts
+recipe          which head and parts a method has, and whether they can work together
+method_config   the [method] section of an experiment: a method with its options
+aggregation     one round on the server: every reply goes to the aggregators of all parts
+heads, losses   heads and losses by name
+parts/          parts that several methods share
+fedavg, …       one file per method, with the equations of its paper
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedmll import registry
+from fedmll.core import registry
 
 if TYPE_CHECKING:
+    from fedmll.config.experiment import Experiment
     from fedmll.methods.method import Method
-    from fedmll.task import Task
+    from fedmll.methods.method_config import MethodConfig, MethodEntry
+    from fedmll.methods.task import Task
 
 
-def find(name: str) -> type[Method]:
-    method: type[Method] = registry.find("method", name)
-    return method
+def find(name: str) -> type[MethodEntry]:
+    """The registered method of that name; a ConfigError if there is none."""
+    entry: type[MethodEntry] = registry.find("method", name)
+    return entry
 
 
-def make(task: Task) -> Method:
-    """The method of a task's experiment."""
-    return find(task.experiment.method.name).made(task)
+def config_of(experiment: Experiment) -> MethodConfig:
+    """The method of an experiment with its options."""
+    return find(experiment.method.name).configure(experiment.method.options)
+
+
+def build_method(task: Task) -> Method:
+    """The method of the task's experiment, ready to train."""
+    return config_of(task.experiment).build(task)

@@ -23,21 +23,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedmll.client import Peer, Step, Work
-from fedmll.errors import ConfigError
-from fedmll.message import Message, Tensors
+from fedmll.core import small_groups
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message, Tensors
 from fedmll.methods import losses
-from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option
+from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.method import Method, switch
-from fedmll.methods.parts.basic import Averaging, Known, Mean
-from fedmll.methods.parts.semi_supervised import Later, pseudo_targets
+from fedmll.methods.parts.averaging import WeightedAverage, WeightedAverageAggregator
+from fedmll.methods.parts.semi_supervised import TwoStagePart, pseudo_targets
+from fedmll.methods.parts.target_losses import MaskedLoss
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 
 @dataclass
-class Labels:
+class LabelCounts:
     """Of a client's round."""
 
     known: Tensor  # by class (C,)
@@ -48,7 +50,7 @@ class LabelsUsed(Part):
     """Which share of its entries a client used goes up; thresholds for each class come down."""
 
     name = "labels-used"
-    every_class = True
+    conflicts = frozenset({"private-labels"})
     sends = ("thresholds",)
 
     class Options(PartOptions):
@@ -57,14 +59,14 @@ class LabelsUsed(Part):
         highest: float = option(0.95, "τ_c is at most this", ge=0.5, le=1)
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         if options.lowest > options.highest:
             raise ConfigError(
-                f"{where}lowest = {options.lowest} is above {where}highest = {options.highest}; the comparison of "
+                f"{prefix}lowest = {options.lowest} is above {prefix}highest = {options.highest}; the comparison of "
                 "FedMLP has 0.55 and 0.95."
             )
 
-    def start(self) -> Tensors:
+    def initial_state(self) -> Tensors:
         """As if every class had the same labels."""
         return {"thresholds": self.thresholds(torch.ones(len(self.task.classes), dtype=torch.float64))}
 
@@ -74,28 +76,31 @@ class LabelsUsed(Part):
         found = pi + self.options.base - pi.std(correction=0)
         return found.clamp(self.options.lowest, self.options.highest).float()
 
-    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
-        return {"used": Like((len(self.task.classes),), low=0, high=1)}
+    def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
+        return {"used": TensorSpec((len(self.task.classes),), low=0, high=1)}
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        return Counting(self)
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
+        return LabelsUsedAggregator(self)
 
-    def prepare(self, work: Work) -> Labels:
-        known = (work.targets >= 0).sum(0).float()
-        return Labels(known, torch.zeros_like(known))
+    def on_round_start(self, client_round: ClientRound) -> LabelCounts:
+        known = (client_round.targets >= 0).sum(0).float()
+        return LabelCounts(known, torch.zeros_like(known))
 
-    def finish(self, work: Work, mine: Labels) -> Tensors:
-        labels = mine.known + mine.made / self.task.experiment.training.local_epochs
-        return {"used": (labels / len(work.client.data)).clamp(max=1)}
+    def on_round_end(self, client_round: ClientRound, round_state: LabelCounts) -> Tensors:
+        labels = round_state.known + round_state.made / self.task.experiment.training.local_epochs
+        samples = len(client_round.client.data)
+        return {
+            "used": (small_groups.censor_small_counts(labels, samples, self.task.min_group_size) / samples).clamp(max=1)
+        }
 
 
-class Counting(Merger):
+class LabelsUsedAggregator(Aggregator):
     def __init__(self, part: LabelsUsed) -> None:
         self.part = part
         self.used = torch.zeros(len(part.task.classes), dtype=torch.float64)
         self.last = 0.0  # labels of the last reply
 
-    def add(self, peer: Peer, reply: Message) -> None:
+    def add(self, client: ClientInfo, reply: Message) -> None:
         labels = reply["used"].double() * reply.numbers["samples"]
         self.used += labels
         self.last = float(labels.sum())
@@ -105,50 +110,50 @@ class Counting(Merger):
         return {"thresholds": thresholds}, {"labels_used": self.used, "thresholds": thresholds}
 
 
-class AdaptiveLabels(Later):
+class AdaptivePseudoLabels(TwoStagePart):
     """In the second stage: what the network is sure of, by a threshold for each class, is taught to it."""
 
     name = "adaptive-labels"
-    requires = (LabelsUsed,)
-    jobs = frozenset({"unknown"})
+    depends_on = (LabelsUsed,)
+    provides = frozenset({"unknown-targets"})
     acts_later = True
     first_share = 50 / 500
 
-    def prepare(self, work: Work) -> Tensor | None:
-        work.claimed = self.second_stage(work.round)
-        return work.received(LabelsUsed.name)["thresholds"] if work.claimed else None
+    def on_round_start(self, client_round: ClientRound) -> Tensor | None:
+        client_round.unknown_targets_taught = self.second_stage(client_round.number)
+        return client_round.received(LabelsUsed.name)["thresholds"] if client_round.unknown_targets_taught else None
 
-    def term(self, step: Step, thresholds: Tensor | None) -> Tensor | None:
+    def loss(self, step: TrainStep, thresholds: Tensor | None) -> Tensor | None:
         if thresholds is None:
             return None
         labels = pseudo_targets(step.probabilities.detach(), 1 - thresholds, thresholds)
         labels = labels.masked_fill(step.targets >= 0, -1)
         made = (labels >= 0).float()
         counts = made.sum(0)
-        step.work.fixed[LabelsUsed.name].made += counts * (len(step.batch) / len(step.rows))
-        loss = step.work.client.task.experiment.training.loss
+        step.client_round.round_states[LabelsUsed.name].made += counts * (len(step.batch) / len(step.rows))
+        loss = step.client_round.client.task.experiment.training.loss
         weights = losses.positive_weights(labels) if loss == "weighted" else None
         entries = losses.entrywise(loss, step.logits, (labels == 1).float(), weights)
         return losses.masked_mean((entries * made).sum(0) / counts.clamp(min=1), (counts > 0).float())
 
 
-class Residual(Later):
+class ResidualMixing(TwoStagePart):
     """Every few rounds the global model is mixed with what it was."""
 
     name = "residual"
-    first_share = AdaptiveLabels.first_share
+    first_share = AdaptivePseudoLabels.first_share
 
-    class Options(Later.Options):
+    class Options(TwoStagePart.Options):
         every: int = option(5, "rounds between two mixtures", ge=1)
         early: float = option(0.2, "a of the first stage: w ← a w + (1 − a) w_before", ge=0, le=1)
         late: float = option(0.5, "a of the second stage", ge=0, le=1)
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
-        return Mixing(self, state, round) if round % self.options.every == 0 else None
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
+        return ResidualAggregator(self, state, round) if round % self.options.every == 0 else None
 
 
-class Mixing(Merger):
-    def __init__(self, part: Residual, state: Tensors, round: int) -> None:
+class ResidualAggregator(Aggregator):
+    def __init__(self, part: ResidualMixing, state: Tensors, round: int) -> None:
         self.part, self.state, self.late = part, state, part.second_stage(round)
 
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
@@ -158,28 +163,19 @@ class Mixing(Merger):
         return {"before": merged["weights"].clone(), "late": torch.tensor(self.late)}, {}
 
 
-class ByLabelsUsed(Mean):
+class LabelsUsedAverage(WeightedAverage):
     """The average by the number of labels that a client used, known and pseudo labels."""
 
     name = "by-labels-used"
-    requires = (LabelsUsed,)
+    depends_on = (LabelsUsed,)
 
     class Options(PartOptions):
         """None: how much a client counts is not a choice."""
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        counting = beside[LabelsUsed.name]
-        assert isinstance(counting, Counting)
-        return ByCount(self, counting)
-
-
-class ByCount(Averaging):
-    def __init__(self, part: ByLabelsUsed, counting: Counting) -> None:
-        super().__init__(part)
-        self.counting = counting
-
-    def add(self, peer: Peer, reply: Message) -> None:
-        self.mean.add(reply.tensors, max(self.counting.last, 1.0))  # without any it still replied
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
+        counts = earlier[LabelsUsed.name]
+        assert isinstance(counts, LabelsUsedAggregator)
+        return WeightedAverageAggregator(lambda reply: max(counts.last, 1.0))  # a client without labels still counts
 
 
 class CBAFed(Method):
@@ -190,8 +186,8 @@ class CBAFed(Method):
     up = "the share of labels used, C numbers"
     down = "thresholds, C numbers"
     parts = (
-        Known,
-        switch("residual", Residual, "every few rounds the global model is mixed with what it was"),
-        switch("pseudo_labels", AdaptiveLabels, "by a threshold for each class"),
+        MaskedLoss,
+        switch("residual", ResidualMixing, "every few rounds the global model is mixed with what it was"),
+        switch("pseudo_labels", AdaptivePseudoLabels, "by a threshold for each class"),
     )
-    average = switch("by_labels", ByLabelsUsed, "the average by labels used", otherwise=Mean)
+    average = switch("by_labels", LabelsUsedAverage, "the average by labels used", otherwise=WeightedAverage)

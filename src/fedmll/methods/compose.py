@@ -1,4 +1,4 @@
-"""A fusion is configuration: a head, parts and an average by name, each with options in a table of its own.
+"""`compose`: a head, parts and an average by name, each with its options in its own table.
 
 [method]
 name = "compose"
@@ -7,106 +7,100 @@ parts = ["prior-adjusted", "contrast", "alignment"]
 average = "mean"
 contrast.lambda_pos = 0.5
 
-Parts that cannot work together are refused by name. What a part stands on is put in before it: `alignment` needs
-`correlation`. `fedmll methods compose` lists all heads and parts.
+Parts that cannot work together are refused by name. A part that another one depends on is added before it: `alignment`
+adds `correlation`. `fedmll methods compose` lists all heads and parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, create_model
 
-from fedmll import registry
-from fedmll.errors import ConfigError
-from fedmll.methods.contract import AUTO, Found, Part, PartOptions, Piece, option
-from fedmll.methods.method import Method
-from fedmll.methods.recipe import Choice, Recipe
+from fedmll.core import registry
+from fedmll.core.errors import ConfigError
+from fedmll.methods.base import AUTO, Component, PartOptions, Resolved, ServerOnlyPart, option
+from fedmll.methods.method_config import MethodConfig, MethodEntry
+from fedmll.methods.recipe import MethodRecipe
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 
-class Compose(Method):
+class ComposedConfig(MethodConfig):
+    """Head, parts and average by name. Each component has its own table of options, [method.NAME]."""
+
+    @classmethod
+    def schema(cls, entry: type[MethodEntry], values: Mapping[str, Any]) -> type[BaseModel]:
+        names = entry.Options(**{name: values[name] for name in entry.Options.model_fields if name in values})
+        components = cls(entry, names).recipe.components
+        if len({component.name for component in components}) < len(components):
+            raise ConfigError(f"A head and a part are both called '{components[0].name}'; one must get another name.")
+        tables: dict[str, Any] = {c.name: (c.Options, c.Options()) for c in components if c.Options.model_fields}
+        return create_model("Options", __base__=entry.Options, **tables)
+
+    @cached_property
+    def recipe(self) -> MethodRecipe:
+        average = registry.find("part", self.options.average)
+        if "aggregation" not in average.provides:
+            raise ConfigError(
+                f"method.average = '{self.options.average}' is a part that does not average; move it to method.parts."
+            )
+        parts = [registry.find("part", name) for name in self.options.parts]
+        return MethodRecipe.of(registry.find("head", self.options.head), parts, average)
+
+    def options_of(self, component: type[Component]) -> Any:
+        return getattr(self.options, component.name) if component.Options.model_fields else component.Options()
+
+    def prefix(self, component: type[Component]) -> str:
+        return f"method.{component.name}."
+
+    def resolve(self, experiment: Experiment) -> Resolved:
+        """A shared option has one value: a value that is given for one part holds for all."""
+        given: dict[str, dict[str, Any]] = {}  # shared option → part → value
+        for component, options in self.components:
+            for name in component.shared_options():
+                given.setdefault(name, {})[component.name] = getattr(options, name)
+        found = super().resolve(experiment)
+        for name, by_part in given.items():
+            values = sorted(set(by_part.values()) - {AUTO})
+            if len(values) > 1:
+                keys = ", ".join(f"method.{part}.{name}" for part in by_part)
+                raise ConfigError(f"{keys} are one setting and have the values {values}; use one value.")
+            if values:
+                found |= {f"{part}.{name}": (values[0], "") for part, value in by_part.items() if value == AUTO}
+        return found
+
+    def reopened(self) -> MethodConfig:
+        left = self.values
+        for name, table in self.values.items():
+            if isinstance(table, Mapping):
+                default = type(self.options).model_fields[name].default
+                left[name] = {key: value for key, value in table.items() if getattr(default, key) != AUTO}
+        return self.entry.configure(left)
+
+    def values_for_sites(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        hidden = {part.name for part in self.recipe.parts if issubclass(part, ServerOnlyPart)}
+        left = {name: value for name, value in values.items() if name not in hidden}
+        return left | {"parts": [name for name in values["parts"] if name not in hidden]}
+
+
+class Compose(MethodEntry):
     name = "compose"
     summary = "a head, parts and an average of your choice, by name"
     setting = ("skew", "partial annotation", "private labels")
     up = "what its parts send"
     down = "what its parts send"
     remembers = "what its parts keep"
+    config_class = ComposedConfig
 
     class Options(PartOptions):
         head: str = option("linear", "a head")
-        parts: tuple[str, ...] = option(("absent",), "loss terms, gradient rules and targets, in order")
+        parts: tuple[str, ...] = option(("unknown-as-negative",), "losses, gradient rules and targets, in order")
         average: str = option("mean", "how the server averages")
 
     @classmethod
-    def entries(cls) -> tuple[type[Part] | Choice, ...]:
-        return ()  # none is certain
-
-    @classmethod
-    def recipe(cls, options: Any) -> Recipe:
-        average = registry.find("part", options.average)
-        if "average" not in average.jobs:
-            raise ConfigError(
-                f"method.average = '{options.average}' is a part that does not average; write it in parts."
-            )
-        return Recipe.of(
-            registry.find("head", options.head), [registry.find("part", name) for name in options.parts], average
-        )
-
-    @classmethod
-    def options_class(cls, values: Mapping[str, Any]) -> type[BaseModel]:
-        """A table for each piece that has options."""
-        plain = {name: values[name] for name in cls.Options.model_fields if name in values}
-        recipe = cls.recipe(cls.Options(**plain))
-        names = [piece.name for piece in recipe.pieces]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"A head and a part are both called '{recipe.head.name}'; one must get another name.")
-        fields: dict[str, Any] = {
-            piece.name: (piece.Options, piece.Options()) for piece in recipe.pieces if piece.Options.model_fields
-        }
-        return create_model("Options", __base__=cls.Options, **fields)
-
-    @classmethod
-    def options_of(cls, piece: type[Piece], options: Any) -> Any:
-        return getattr(options, piece.name) if piece.Options.model_fields else piece.Options()
-
-    @classmethod
-    def where(cls, piece: type[Piece]) -> str:
-        return f"method.{piece.name}."
-
-    @classmethod
-    def resolve(cls, options: Any, experiment: Experiment) -> Found:
-        """An option that parts share has one value: what was said of one is said of all."""
-        pieces, said = cls.pieces(options), dict[str, set[Any]]()
-        for piece, own in pieces:
-            for name in piece.shared:
-                said.setdefault(name, set()).update({getattr(own, name)} - {AUTO})
-        for name, values in said.items():
-            if len(values) > 1:
-                who = ", ".join(f"method.{piece.name}.{name}" for piece, _ in pieces if name in piece.shared)
-                raise ConfigError(f"{who} are one setting and have the values {sorted(values)}; give them one.")
-        found = super().resolve(options, experiment)
-        for piece, own in pieces:
-            for name in piece.shared:
-                if said[name] and getattr(own, name) == AUTO:
-                    found[f"{piece.name}.{name}"] = (next(iter(said[name])), "")
-        return found
-
-    @classmethod
-    def opened(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        fields = cls.options_class(options).model_fields
-        left = dict(options)
-        for name, table in options.items():
-            if isinstance(table, Mapping):
-                default = fields[name].default
-                left[name] = {key: value for key, value in table.items() if getattr(default, key) != AUTO}
-        return left
-
-    @classmethod
-    def told(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        own = {name for name in options["parts"] if registry.find("part", name).server_only}
-        left = {name: value for name, value in options.items() if name not in own}
-        return left | {"parts": [name for name in options["parts"] if name not in own]}
+    def every_component(cls) -> list[type[Component]]:
+        return [*registry.all_of("head").values(), *registry.all_of("part").values()]

@@ -20,24 +20,24 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.client import Step, Work
-from fedmll.methods.contract import Part, PartOptions, option
+from fedmll.methods.base import Part, PartOptions, option
+from fedmll.methods.client_round import ClientRound, TrainStep
 from fedmll.methods.losses import masked_mean
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Known
 from fedmll.methods.parts.semi_supervised import tempered
+from fedmll.methods.parts.target_losses import MaskedLoss
 
 
-class Teacher(NamedTuple):
+class TemperedTeacher(NamedTuple):
     says: Tensor  # (N, C), at the temperature
     weight: float  # λ(t)
 
 
-class Distillation(Part):
+class ConditionalDistillation(Part):
     """λ(t) · BCE to the round-start global model's p, at a temperature, where nothing is known."""
 
     name = "distillation"
-    jobs = frozenset({"unknown"})
+    provides = frozenset({"unknown-targets"})
 
     class Options(PartOptions):
         temperature: float = option(2.0, "T, of the teacher and the student", gt=0)
@@ -49,19 +49,19 @@ class Distillation(Part):
         first, last = self.options.first_weight, self.options.last_weight
         return float(first + (last - first) * (round - 1) / max(1, self.task.rounds - 1))
 
-    def prepare(self, work: Work) -> Teacher | None:
-        weight = self.weight(work.round)
+    def on_round_start(self, client_round: ClientRound) -> TemperedTeacher | None:
+        weight = self.weight(client_round.number)
         if weight == 0:
             return None
-        work.claimed = True
-        return Teacher(tempered(work.look().probabilities, self.options.temperature), weight)
+        client_round.unknown_targets_taught = True
+        return TemperedTeacher(tempered(client_round.outputs().probabilities, self.options.temperature), weight)
 
-    def term(self, step: Step, mine: Teacher | None) -> Tensor | None:
-        if mine is None:
+    def loss(self, step: TrainStep, round_state: TemperedTeacher | None) -> Tensor | None:
+        if round_state is None:
             return None
         student = step.logits / self.options.temperature
-        entries = F.binary_cross_entropy_with_logits(student, mine.says[step.rows], reduction="none")
-        return mine.weight * masked_mean(entries, 1 - step.known)
+        entries = F.binary_cross_entropy_with_logits(student, round_state.says[step.rows], reduction="none")
+        return round_state.weight * masked_mean(entries, 1 - step.known)
 
 
 class ConDist(Method):
@@ -69,4 +69,4 @@ class ConDist(Method):
     summary = "the round-start global model teaches each client the classes that it does not annotate"
     paper = "Wang et al., MICCAI workshops 2023"
     setting = ("partial annotation",)
-    parts = (Known, Distillation)
+    parts = (MaskedLoss, ConditionalDistillation)

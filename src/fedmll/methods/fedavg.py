@@ -1,12 +1,12 @@
 """FedAvg — McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017.
 
 Each client minimises the mean binary cross-entropy over all classes, an unknown target counting as absent; the server
-averages: w ← Σ_k (N_k/ΣN) w_k (`weights = "equal"`: 1/K each). All of it is the default of a method. `average` chooses
-one that bears a bad client instead: `clipped-mean`, `trimmed-mean` (parts/robust.py).
+averages: w ← Σ_k (N_k/ΣN) w_k (`weighting = "equal"`: 1/K each). These are the defaults of a method. `average` selects
+an average that tolerates a faulty client: `clipped-mean`, `trimmed-mean` (parts/robust_average.py).
 """
 
 from fedmll.methods.method import Method
-from fedmll.methods.parts.robust import AVERAGES
+from fedmll.methods.parts.robust_average import AVERAGES
 
 
 class FedAvg(Method):

@@ -13,40 +13,40 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedmll.client import Step, Work
-from fedmll.methods.contract import PartOptions, option
+from fedmll.methods.base import PartOptions, option
+from fedmll.methods.client_round import ClientRound, TrainStep
 from fedmll.methods.heads import CTranHead
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Supervision
+from fedmll.methods.parts.target_losses import EntrywiseLoss
 
 
-class Drawn(NamedTuple):
+class LabelMaskState(NamedTuple):
     generator: torch.Generator  # which labels are shown
     weights: Tensor | None  # of positives
 
 
-class LabelMask(Supervision):
+class LabelMask(EntrywiseLoss):
     """Label mask training: the loss of the labels whose states the network is not told, summed."""
 
     name = "label-mask"
-    needs = frozenset({"states"})
+    requires = frozenset({"label-states"})
 
     class Options(PartOptions):
         known: float = option(0.75, "largest share of the labels whose states a sample shows (Eq. 2)", ge=0, le=1)
 
-    def prepare(self, work: Work) -> Any:
-        return Drawn(work.client.generator("label-mask"), super().prepare(work))
+    def on_round_start(self, client_round: ClientRound) -> Any:
+        return LabelMaskState(client_round.client.generator("label-mask"), super().on_round_start(client_round))
 
-    def shape(self, step: Step, mine: Drawn) -> None:
+    def transform_batch(self, step: TrainStep, round_state: LabelMaskState) -> None:
         """What the model is told: 1 positive, 0 negative, -1 unknown."""
         samples, classes = step.targets.shape
-        told = random_known(samples, classes, self.options.known, mine.generator)
+        told = random_known(samples, classes, self.options.known, round_state.generator)
         step.states = step.targets.masked_fill(~told.to(step.targets.device), -1)
 
-    def term(self, step: Step, mine: Drawn) -> Tensor:
+    def loss(self, step: TrainStep, round_state: LabelMaskState) -> Tensor:
         """Eq. 5."""
         assert step.states is not None
-        return (self.entries(step, step.logits, mine.weights) * ((step.states < 0) * self.counted(step))).sum()
+        return (self.entries(step, step.logits, round_state.weights) * ((step.states < 0) * self.counted(step))).sum()
 
 
 class FedCTran(Method):

@@ -17,16 +17,15 @@ belongs to one class alone (the rows of the head), right on average for the rest
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedmll.client import Peer, Work
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import Like, Merger, Part, PartOptions, Records, option, together
+from fedmll.core import small_groups
+from fedmll.core.message import Message, Tensors
+from fedmll.methods.base import Part, PartOptions, Records, TensorSpec, option, vectorized
+from fedmll.methods.client_round import ClientInfo, ClientRound
 from fedmll.methods.method import Method
 from fedmll.models.network import Network
 
@@ -34,76 +33,67 @@ AT_ONCE = 2**24  # numbers of single samples' gradients in memory
 LARGEST = 1e6  # no honest model's curvature
 
 
-class Curvature(Part):
+class CurvaturePenalty(Part):
     """λ Σ u_j (θ − θ_j)² over the other clients of the round before."""
 
     name = "curvature"
-    every_class = True
-    common = True
+    conflicts = frozenset({"private-labels", "local-models"})
+    sums = ("u", "v", "counted")
 
     class Options(PartOptions):
         strength: float = option(0.1, "λ of the penalty λ Σ_{j≠i} u_j (θ − θ_j)²", ge=0)
 
-    def start(self) -> Tensors:
+    def initial_state(self) -> Tensors:
         nothing = torch.zeros(self.weights.parameter_end)
         return {"u": nothing, "v": nothing.clone(), "counted": torch.zeros(self.task.clients, dtype=torch.bool)}
 
-    def send(self, state: Tensors, peer: Peer, round: int) -> Tensors:
-        return {"u": state["u"], "v": state["v"], "counted": state["counted"][peer.index]}
+    def send(self, state: Tensors, client: ClientInfo, round: int) -> Tensors:
+        return {"u": state["u"], "v": state["v"], "counted": state["counted"][client.index]}
 
-    def prepare(self, work: Work) -> tuple[Tensor, Tensor]:
+    def on_round_start(self, client_round: ClientRound) -> tuple[Tensor, Tensor]:
         """U − u_i and V − v_i."""
-        sums, own = work.received(self.name), work.memory(self.name)
-        if bool(sums["counted"]) and own:  # who lost its memory is held to its own last model too
+        sums, own = self.received(client_round), self.client_state(client_round)
+        if bool(sums["counted"]) and own:  # without its state, a client is held to its own last model too
             return sums["u"] - own["u"], sums["v"] - own["v"]
         return sums["u"], sums["v"]
 
-    @together
-    def adjust(self, work: Work, others: tuple[Tensor, Tensor]) -> None:
-        weights = work.client.weights
+    @vectorized
+    def on_gradients(self, client_round: ClientRound, others: tuple[Tensor, Tensor]) -> None:
+        weights = client_round.weights
         u, v = others
         weights.add_gradient(u * weights.parameter_vector - v, 2 * self.options.strength)
 
-    def finish(self, work: Work, others: tuple[Tensor, Tensor]) -> Tensors:
-        u = fisher(work)
-        work.memories[self.name] = {"u": u, "v": u * work.client.weights.parameter_vector}
+    def on_round_end(self, client_round: ClientRound, others: tuple[Tensor, Tensor]) -> Tensors:
+        u = fisher(client_round)
+        self.client_state(client_round).update(u=u, v=u * client_round.weights.parameter_vector)
         return {"u": u}
 
-    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
-        return {"u": Like(tuple(sent["u"].shape), low=0, high=LARGEST)}
+    def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
+        return {"u": TensorSpec(tuple(sent["u"].shape), low=0, high=LARGEST)}
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        return Summing(state)
+    def summands(self, client: ClientInfo, reply: Message) -> Tensors:
+        u, clients = reply["u"].double(), torch.arange(self.task.clients)
+        return {"u": u, "v": u * reply["weights"][: len(u)], "counted": clients == client.index}
 
-
-class Summing(Merger):
-    def __init__(self, state: Tensors) -> None:
-        self.u = torch.zeros_like(state["u"], dtype=torch.float64)
-        self.v, self.counted = torch.zeros_like(self.u), torch.zeros_like(state["counted"])
-
-    def add(self, peer: Peer, reply: Message) -> None:
-        u = reply["u"].double()
-        self.u += u
-        self.v += u * reply["weights"][: len(u)]
-        self.counted[peer.index] = True
-
-    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
-        return {"u": self.u.float(), "v": self.v.float(), "counted": self.counted}, {}
+    def update_state(self, state: Tensors, sums: Tensors, round: int) -> tuple[Tensors, Records]:
+        return {"u": sums["u"].float(), "v": sums["v"].float(), "counted": sums["counted"] > 0}, {}
 
 
-def fisher(work: Work) -> Tensor:
-    """u of the client's model as it is now, over its known entries; 0 where nothing is known."""
-    client, model = work.client, work.client.model.eval()
+def fisher(client_round: ClientRound) -> Tensor:
+    """u of the client's model as it is now, over its known entries; 0 where nothing is known. The head's row of a class
+    has the squares of its own samples' features: withheld classes count as unknown."""
+    client, model = client_round.client, client_round.model.eval()
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     size = client.weights.parameter_end
     single = vmap(grad(_probe), in_dims=(None, None, 0, 0), chunk_size=max(1, AT_ONCE // size))
     total, entries = torch.zeros(size, dtype=torch.float64, device=client.task.device), 0
     generator = client.generator("fisher")
-    for batch in client.scan():
-        known = (batch.targets >= 0).float()
+    targets = small_groups.mask_small_groups(client.targets, client.task.min_group_size)
+    for batch in client.evaluation_batches():
+        known = (targets.index_select(0, batch.rows.to(targets.device)) >= 0).float()
         signs = torch.randint(2, known.shape, generator=generator).to(known) * 2 - 1
         with sdpa_kernel(SDPBackend.MATH):  # the kernel that single samples' gradients know
-            gradients = single(parameters, model, work.seen(batch.images), signs * known)
+            gradients = single(parameters, model, client_round.transform_images(batch.images), signs * known)
         total += torch.cat([gradients[name].square().sum(0).flatten() for name in parameters])
         entries += int(known.sum())
     return (total / max(1, entries)).float()
@@ -124,4 +114,4 @@ class FedCurv(Method):
     up = "the diagonal of its Fisher information (as large as the model)"
     down = "two sums of the round before (twice the model)"
     remembers = "what it added to the sums (twice the model)"
-    parts = (*Method.parts, Curvature)
+    parts = (*Method.parts, CurvaturePenalty)

@@ -16,19 +16,19 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.client import Step, Work
-from fedmll.methods.contract import option
+from fedmll.methods.base import option
+from fedmll.methods.client_round import ClientRound, TrainStep
 from fedmll.methods.losses import masked_mean
 from fedmll.methods.method import Method, switch
-from fedmll.methods.parts.basic import Known
 from fedmll.methods.parts.semi_supervised import SecondView, pseudo_targets
+from fedmll.methods.parts.target_losses import MaskedLoss
 
 
 class FixMatch(SecondView):
     """Where nothing is known: what the network is sure of in the weak view is taught in the strong one."""
 
     name = "fixmatch"
-    jobs = frozenset({"unknown", "views"})
+    provides = frozenset({"unknown-targets", "views"})
     needs_images = True
 
     class Options(SecondView.Options):
@@ -37,15 +37,15 @@ class FixMatch(SecondView):
         select: Literal["sample", "entry"] = option("sample", "samples whose missing entries are all sure; each entry")
         strength: float = option(1.0, "λ of the pseudo labels' loss", ge=0)
 
-    def prepare(self, work: Work) -> None:
-        work.claimed = True
+    def on_round_start(self, client_round: ClientRound) -> None:
+        client_round.unknown_targets_taught = True
 
-    def shape(self, step: Step, mine: None) -> None:
+    def transform_batch(self, step: TrainStep, round_state: None) -> None:
         """Nothing is known of the strong view: what is known is taught in the weak one."""
-        step.show([step.batch.images, step.batch.view(self.options.view)])
+        step.set_views([step.batch.images, step.batch.view(self.options.view)])
         step.targets[len(step.batch) :] = -1
 
-    def term(self, step: Step, mine: None) -> Tensor:
+    def loss(self, step: TrainStep, round_state: None) -> Tensor:
         weak, strong = len(step.batch), step.logits[len(step.batch) :]
         labels, used = self.labels(step.probabilities[:weak].detach(), step.targets[:weak] < 0)
         entries = F.binary_cross_entropy_with_logits(strong, (labels == 1).float(), reduction="none")
@@ -65,4 +65,4 @@ class FedFixMatch(Method):
     summary = "partial annotation: confident predictions on the weak view are taught in the strong one"
     paper = "Sohn et al., NeurIPS 2020"
     setting = ("partial annotation",)
-    parts = (Known, switch("pseudo_labels", FixMatch, "of the weak view, for the strong one"))
+    parts = (MaskedLoss, switch("pseudo_labels", FixMatch, "of the weak view, for the strong one"))

@@ -22,51 +22,52 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from fedmll.client import Peer, Step, Work
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import AUTO, Found, Merger, Part, PartOptions, Records, option
+from fedmll.core.message import Message, Tensors
+from fedmll.methods.base import AUTO, Aggregator, Part, PartOptions, Records, Resolved, option
+from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.method import Method, switch
-from fedmll.methods.parts.basic import Absent, Mean, SoftmaxMean, WeightedMean
-from fedmll.methods.parts.consensus import Agreeing, Correlation, doubles
-from fedmll.methods.parts.correlation import Alignment
+from fedmll.methods.parts.averaging import SoftmaxMean, WeightedAverage, WeightedMean
+from fedmll.methods.parts.correlation_consensus import CorrelationAggregator, CorrelationConsensus, doubles
+from fedmll.methods.parts.label_correlation import BlockAlignmentLoss
+from fedmll.methods.parts.target_losses import UnknownAsNegative
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 
-class Align(Part):
+class CorrelationAlignment(Part):
     """λ Σ_g Ψ(R[S_g], R*_k[S_g]) (Eq. 4, 8), R of the mini-batch's predictions."""
 
     name = "alignment"
-    requires = (Correlation,)
+    depends_on = (CorrelationConsensus,)
 
     class Options(PartOptions):
         strength: float = option(3.0, "λ (Eq. 4)", ge=0)
 
-    def prepare(self, work: Work) -> Alignment | None:
-        found = work.fixed[Correlation.name]
+    def on_round_start(self, client_round: ClientRound) -> BlockAlignmentLoss | None:
+        found = client_round.round_states[CorrelationConsensus.name]
         if "consensus" not in found:
             return None
-        alignment = Alignment(found["consensus"], found["given"] if "given" in found else found["blocks"])
+        alignment = BlockAlignmentLoss(found["consensus"], found["given"] if "given" in found else found["blocks"])
         return alignment if alignment.pairs else None
 
-    def term(self, step: Step, mine: Alignment | None) -> Tensor | None:
-        return None if mine is None else self.options.strength * mine(step.probabilities)
+    def loss(self, step: TrainStep, round_state: BlockAlignmentLoss | None) -> Tensor | None:
+        return None if round_state is None else self.options.strength * round_state(step.probabilities)
 
 
-class ByAgreement(Mean):
+class AgreementAverage(WeightedAverage):
     """w ← Σ_k (a n̄_k + (1−a) q_k) w_k, q_k ∝ exp(−γ D_k) (Eq. 9–10)."""
 
     name = "by-agreement"
-    requires = (Correlation,)
+    depends_on = (CorrelationConsensus,)
 
-    class Options(Mean.Options):
+    class Options(WeightedAverage.Options):
         gamma: Annotated[float, Field(gt=0)] | Literal["median"] = option("median", "γ (Eq. 9); 1/median(D) before")
         horizon: Annotated[float, Field(gt=0)] | Literal["auto"] = option("auto", "T0 (Eq. 10); auto: half the rounds")
         quality: Literal["pure", "size-scaled"] = option("pure", "Eq. 9, or q_k ∝ N_k exp(−γ D_k)")
 
     @classmethod
-    def resolve(cls, options: Any, experiment: Experiment) -> Found:
+    def resolve(cls, options: Any, experiment: Experiment) -> Resolved:
         rule = (experiment.training.rounds / 2, "half of the rounds")
         return {"horizon": rule} if options.horizon == AUTO else {}
 
@@ -74,24 +75,23 @@ class ByAgreement(Mean):
         """a(t) of Eq. 10."""
         return max(0.0, 1 - round / float(self.options.horizon))
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        agreeing = beside[Correlation.name]
-        assert isinstance(agreeing, Agreeing)
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
+        agreeing = earlier[CorrelationConsensus.name]
+        assert isinstance(agreeing, CorrelationAggregator)
         scale = float(agreeing.state.get("scale", 0.0))
         gamma = self.options.gamma if self.options.gamma != "median" else 1 / scale if scale > 0 else 0.0
-        return ByQuality(
-            self, agreeing, gamma, self.balance(round) if agreeing.consensus is not None and gamma else 1.0
-        )
+        balance = self.balance(round) if agreeing.consensus is not None and gamma else 1.0
+        return AgreementAggregator(self, agreeing, gamma, balance)
 
 
-class ByQuality(Merger):
-    def __init__(self, part: ByAgreement, agreeing: Agreeing, gamma: float, balance: float) -> None:
+class AgreementAggregator(Aggregator):
+    def __init__(self, part: AgreementAverage, agreeing: CorrelationAggregator, gamma: float, balance: float) -> None:
         self.part, self.agreeing, self.gamma, self.balance = part, agreeing, gamma, balance
         self.by_size, self.by_quality = WeightedMean(), SoftmaxMean()
         self.weights: list[float] = []  # n̄_k, not normalised
         self.scores: list[float] = []  # log q_k, up to a constant (Eq. 9)
 
-    def add(self, peer: Peer, reply: Message) -> None:
+    def add(self, client: ClientInfo, reply: Message) -> None:
         self.weights.append(self.part.weight(reply))
         if self.balance > 0:
             self.by_size.add(reply.tensors, self.weights[-1])
@@ -120,8 +120,8 @@ class FedHarmony(Method):
     paper = "Kou et al., CVPR 2026"
     up = "R_k, correlations of its predictions (C × C), and its blocks"
     down = "R*_k, the others' consensus (C × C)"
-    parts = (switch("alignment", Align, "Eq. 4"), Absent)
-    average = switch("aggregation", ByAgreement, "Eq. 9–10", otherwise=Mean)
+    parts = (switch("alignment", CorrelationAlignment, "Eq. 4"), UnknownAsNegative)
+    average = switch("aggregation", AgreementAverage, "Eq. 9–10", otherwise=WeightedAverage)
     published: ClassVar[dict[str, Any]] = {
         "model.backbone": "vit", "training.rounds": 50, "training.local_epochs": 5, "training.batch_size": 16,
         "training.optimizer": "adam", "training.lr": 1e-4, "training.weight_decay": 0.0,

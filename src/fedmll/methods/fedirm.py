@@ -25,29 +25,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedmll.client import Peer, Step, Work
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import AUTO, Found, Like, Merger, Records, option
+from fedmll.core import small_groups
+from fedmll.core.message import Message, Tensors
+from fedmll.methods.base import AUTO, Aggregator, Records, Resolved, TensorSpec, option
+from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Known
 from fedmll.methods.parts.semi_supervised import (
     EmaTeacher,
-    Later,
     Rounds,
     SecondView,
+    TwoStagePart,
+    check_view,
     published_share,
     ramp_up,
-    refuse_unknown_view,
 )
+from fedmll.methods.parts.target_losses import MaskedLoss
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 NEARLY = 1e-6  # as near as a relation comes to 0 and 1 in a logarithm
 
 
 @dataclass
-class Round:
+class RelationState:
     """Of a client."""
 
     sums: Tensor  # of logits (C, C): row i over the samples with class i
@@ -56,16 +57,17 @@ class Round:
     steps: int = 0  # that the teacher has followed
 
 
-class RelationMatching(Later, SecondView):
+class RelationMatching(TwoStagePart, SecondView):
     """In the second stage: consistency with the client's EMA teacher, and relations of classes like everybody's."""
 
     name = "relation-matching"
-    jobs = frozenset({"unknown"})
-    every_class = True
+    provides = frozenset({"unknown-targets"})
+    conflicts = frozenset({"private-labels"})
     acts_later = True
+    sums = ("relations", "sizes")
     first_share = 20 / 500
 
-    class Options(Later.Options, SecondView.Options):
+    class Options(TwoStagePart.Options, SecondView.Options):
         relations: bool = option(True, "match the relations of classes between clients")
         consistency: bool = option(True, "with the EMA teacher, on all entries")
         temperature: float = option(2.0, "T of the relations", gt=0)
@@ -75,15 +77,15 @@ class RelationMatching(Later, SecondView):
         ramp: Rounds = option("auto", "rounds until w is 1; auto: 6 % of them")
 
     @classmethod
-    def resolve(cls, options: Any, experiment: Experiment) -> Found:
+    def resolve(cls, options: Any, experiment: Experiment) -> Resolved:
         found = super().resolve(options, experiment)
         return found | ({"ramp": published_share(experiment, 30 / 500)} if options.ramp == AUTO else {})
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
-        refuse_unknown_view(options.view, where)
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
+        check_view(options.view, prefix)
         if options.relations or options.consistency:
-            super().check(options, experiment, where)
+            super().check(options, experiment, prefix)
 
     # ---- the server
 
@@ -91,44 +93,57 @@ class RelationMatching(Later, SecondView):
         """From the last round of the first stage on."""
         return bool(self.options.relations and round >= self.options.first_stage)
 
-    def send(self, state: Tensors, peer: Peer, round: int) -> Tensors:
+    def send(self, state: Tensors, client: ClientInfo, round: int) -> Tensors:
         return dict(state) if self.second_stage(round) else {}
 
-    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+    def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
         classes = len(self.task.classes)
-        told = {"relations": Like((classes, classes), low=0, high=1), "votes": Like((classes,), torch.bool, by_class=0)}
-        return told if self.speaks(round) else {}
+        relations = TensorSpec((classes, classes), low=0, high=1)
+        votes = TensorSpec((classes,), torch.bool, by_class=0)
+        return {"relations": relations, "votes": votes} if self.speaks(round) else {}
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
-        return Relating(state, len(self.task.classes)) if self.speaks(round) else None
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
+        return super().aggregator(state, round, earlier) if self.speaks(round) else None
+
+    def summands(self, client: ClientInfo, reply: Message) -> Tensors:
+        sizes = reply["votes"] * reply.numbers["samples"]
+        return {"relations": (reply["relations"] * sizes[:, None]).double(), "sizes": sizes.double()}
+
+    def update_state(self, state: Tensors, sums: Tensors, round: int) -> tuple[Tensors, Records]:
+        """Row i is averaged by size over the clients that sent it; a row that no client sent does not change."""
+        sent = sums["sizes"] > 0
+        old = state.get("relations", torch.full(sums["relations"].shape, 0.5))
+        rows = torch.where(sent[:, None], (sums["relations"] / sums["sizes"].clamp(min=1)[:, None]).float(), old)
+        votes = sent | state.get("votes", torch.zeros_like(sent))
+        return {"relations": rows, "votes": votes}, {"relations": rows}
 
     # ---- the client
 
-    def prepare(self, work: Work) -> Round:
+    def on_round_start(self, client_round: ClientRound) -> RelationState:
         classes, device = len(self.task.classes), self.task.device
-        mine = Round(torch.zeros(classes, classes, device=device), torch.zeros(classes, device=device))
-        if self.second_stage(work.round) and (self.options.relations or self.options.consistency):
-            memory = work.memory(self.name)
-            mine.teacher = EmaTeacher(work.client, memory.get("teacher"))
-            mine.steps = int(memory.get("steps", 0))
-        work.claimed = mine.teacher is not None
-        return mine
+        round_state = RelationState(torch.zeros(classes, classes, device=device), torch.zeros(classes, device=device))
+        if self.second_stage(client_round.number) and (self.options.relations or self.options.consistency):
+            kept = self.client_state(client_round)
+            round_state.teacher = EmaTeacher(client_round.client, kept.get("teacher"))
+            round_state.steps = int(kept.get("steps", 0))
+        client_round.unknown_targets_taught = round_state.teacher is not None
+        return round_state
 
-    def term(self, step: Step, mine: Round) -> Tensor | None:
+    def loss(self, step: TrainStep, round_state: RelationState) -> Tensor | None:
         positives = step.present
-        mine.sums += positives.T @ step.logits.detach()
-        mine.counts += positives.sum(0)
-        if mine.teacher is None:
+        round_state.sums += positives.T @ step.logits.detach()
+        round_state.counts += positives.sum(0)
+        if round_state.teacher is None:
             return None
-        p, found = self.taught(step, mine.teacher), step.logits.new_zeros(())
+        p, found = self.taught(step, round_state.teacher), step.logits.new_zeros(())
         if self.options.consistency:
             found = found + (step.probabilities - p).square().sum(1).mean()
-        received = step.work.received(self.name)
+        received = self.received(step.client_round)
         if self.options.relations and received:
             found = found + self.mismatch(step, p, received)
-        return ramp_up(step.work.round, self.options.ramp) * found
+        return ramp_up(step.client_round.number, self.options.ramp) * found
 
-    def mismatch(self, step: Step, p: Tensor, received: Tensors) -> Tensor:
+    def mismatch(self, step: TrainStep, p: Tensor, received: Tensors) -> Tensor:
         """KL(R', R) of a batch."""
         labels = torch.where(step.targets >= 0, step.targets == 1, p > 0.5) & self.sure(p)[:, None]
         rows = relations(labels.float().T @ step.logits, labels.sum(0), self.options.temperature)
@@ -142,41 +157,26 @@ class RelationMatching(Later, SecondView):
         entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p)).mean(1)
         return clear & (entropy < self.options.entropy)
 
-    def stepped(self, work: Work, mine: Round) -> None:
-        if mine.teacher is not None:
-            mine.teacher.follow(min(1 - 1 / (mine.steps + 1), self.options.decay))
-            mine.steps += 1
+    def on_step_end(self, client_round: ClientRound, round_state: RelationState) -> None:
+        if round_state.teacher is not None:
+            round_state.teacher.follow(min(1 - 1 / (round_state.steps + 1), self.options.decay))
+            round_state.steps += 1
 
-    def finish(self, work: Work, mine: Round) -> Tensors:
-        if mine.teacher is not None:
-            work.memory(self.name).update(teacher=mine.teacher.vector, steps=torch.tensor(mine.steps))
-        if not self.speaks(work.round):
+    def on_round_end(self, client_round: ClientRound, round_state: RelationState) -> Tensors:
+        if round_state.teacher is not None:
+            kept, steps = self.client_state(client_round), torch.tensor(round_state.steps)
+            kept.update(teacher=round_state.teacher.vector, steps=steps)
+        if not self.speaks(client_round.number):
             return {}
+        smallest = self.task.min_group_size
+        released = small_groups.releasable_classes(client_round.targets, smallest)
+        if smallest > 1:
+            released &= (client_round.targets == 1).sum(0) >= smallest  # whatever else was taught in a step
+        counts = round_state.counts * released
         return {
-            "relations": relations(mine.sums, mine.counts, self.options.temperature),
-            "votes": mine.counts > 0,
+            "relations": relations(round_state.sums * released[:, None], counts, self.options.temperature),
+            "votes": counts > 0,
         }
-
-
-class Relating(Merger):
-    """Row i by size over the clients that sent it; one that nobody sent stays."""
-
-    def __init__(self, state: Tensors, classes: int) -> None:
-        self.state = state
-        self.sums = torch.zeros(classes, classes, dtype=torch.float64)
-        self.sizes = torch.zeros(classes, dtype=torch.float64)
-
-    def add(self, peer: Peer, reply: Message) -> None:
-        size = reply["votes"] * reply.numbers["samples"]
-        self.sums += reply["relations"] * size[:, None]
-        self.sizes += size
-
-    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
-        spoken = self.sizes > 0
-        old = self.state.get("relations", torch.full(self.sums.shape, 0.5))
-        rows = torch.where(spoken[:, None], (self.sums / self.sizes.clamp(min=1)[:, None]).float(), old)
-        votes = spoken | self.state.get("votes", torch.zeros_like(spoken))
-        return {"relations": rows, "votes": votes}, {"relations": rows}
 
 
 def relations(sums: Tensor, counts: Tensor, temperature: float) -> Tensor:
@@ -197,4 +197,4 @@ class FedIRM(Method):
     up = "class relations, C × C"
     down = "everybody's class relations, C × C"
     remembers = "an EMA teacher: one model"
-    parts = (Known, RelationMatching)
+    parts = (MaskedLoss, RelationMatching)

@@ -20,31 +20,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.client import Step, Work
 from fedmll.methods import losses
-from fedmll.methods.contract import AUTO, Found, option
+from fedmll.methods.base import AUTO, Resolved, option
+from fedmll.methods.client_round import ClientRound, TrainStep
 from fedmll.methods.method import Method, switch
-from fedmll.methods.parts.basic import Absent, Supervision
 from fedmll.methods.parts.semi_supervised import Rounds, SecondView, published_share
+from fedmll.methods.parts.target_losses import EntrywiseLoss, UnknownAsNegative
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 NEARLY = 1e-6  # as near as a probability comes to 0 and 1 in a logarithm
 
 
-class Drawn(NamedTuple):
+class FedLSRState(NamedTuple):
     generator: torch.Generator  # of λ
     gamma: float
     weights: Tensor | None  # of positives
 
 
-class SelfRegularised(SecondView, Supervision):
+class SelfRegularised(SecondView, EntrywiseLoss):
     """The loss of a mixed and sharpened prediction of two views, which are drawn together."""
 
     name = "self-regularised"
-    jobs = frozenset({"targets", "views"})
-    losses = "known"
+    provides = frozenset({"target-loss", "views"})
+    accepts = "known-targets"
     needs_images = True
 
     class Options(SecondView.Options):
@@ -55,31 +55,31 @@ class SelfRegularised(SecondView, Supervision):
         double_sigmoid: bool = option(False, "the released code's: BCE of σ(p*)")
 
     @classmethod
-    def resolve(cls, options: Any, experiment: Experiment) -> Found:
+    def resolve(cls, options: Any, experiment: Experiment) -> Resolved:
         return {"ramp": published_share(experiment, 40 / 500)} if options.ramp == AUTO else {}
 
     def gamma(self, round: int) -> float:
         """γ_t."""
         return float(self.options.strength * min(round / self.options.ramp, 1.0))
 
-    def prepare(self, work: Work) -> Any:
-        weights = super().prepare(work)
-        return Drawn(work.client.generator("self-regularised"), self.gamma(work.round), weights)
+    def on_round_start(self, client_round: ClientRound) -> Any:
+        weights, generator = super().on_round_start(client_round), client_round.client.generator("self-regularised")
+        return FedLSRState(generator, self.gamma(client_round.number), weights)
 
-    def shape(self, step: Step, mine: Drawn) -> None:
-        step.show([step.batch.images, step.batch.view(self.options.view)])
+    def transform_batch(self, step: TrainStep, round_state: FedLSRState) -> None:
+        step.set_views([step.batch.images, step.batch.view(self.options.view)])
 
-    def term(self, step: Step, mine: Drawn) -> Tensor:
+    def loss(self, step: TrainStep, round_state: FedLSRState) -> Tensor:
         count = len(step.batch)
-        share = torch.rand((), generator=mine.generator).item()
+        share = torch.rand((), generator=round_state.generator).item()
         logits = self.options.sharpening * mixed_logits(step.logits[:count], step.logits[count:], share)
         if self.options.double_sigmoid:
             logits = torch.sigmoid(logits)
         loss = self.task.experiment.training.loss
-        entries = losses.entrywise(loss, logits, step.present[:count], mine.weights)
-        known = step.known[:count] if step.work.claimed else torch.ones_like(entries)
+        entries = losses.entrywise(loss, logits, step.present[:count], round_state.weights)
+        known = step.known[:count] if step.client_round.unknown_targets_taught else torch.ones_like(entries)
         one, other = torch.sigmoid(self.options.scale * step.logits).split(count)
-        return (entries * known).mean() + mine.gamma * jensen_shannon(one, other).mean()
+        return (entries * known).mean() + round_state.gamma * jensen_shannon(one, other).mean()
 
 
 def mixed_logits(one: Tensor, other: Tensor, share: float) -> Tensor:
@@ -107,4 +107,4 @@ class FedLSR(Method):
     summary = "noisy labels: a mixed, sharpened prediction of two views, which are drawn together; unknown = 0"
     paper = "Jiang, Sun, Wang, Liu and Li, CIKM 2022"
     setting = ("partial annotation",)
-    parts = (switch("self_regularisation", SelfRegularised, "off: FedAvg's loss", otherwise=Absent),)
+    parts = (switch("self_regularisation", SelfRegularised, "off: FedAvg", otherwise=UnknownAsNegative),)

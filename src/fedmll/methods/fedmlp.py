@@ -20,63 +20,63 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fedmll.client import Step, Work
-from fedmll.methods.contract import option
+from fedmll.methods.base import option
+from fedmll.methods.client_round import ClientRound, TrainStep
 from fedmll.methods.method import Method, switch
-from fedmll.methods.parts.basic import Absent, Supervision
-from fedmll.methods.parts.semi_supervised import local_odds, refuse_unknown_view
-from fedmll.methods.parts.tags import Staged, Tags
+from fedmll.methods.parts.missing_label_detection import FedMLPPart, MissingLabelTags
+from fedmll.methods.parts.semi_supervised import check_view, local_odds
+from fedmll.methods.parts.target_losses import EntrywiseLoss, UnknownAsNegative
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 
-class Prior(NamedTuple):
+class PriorState(NamedTuple):
     odds: Tensor  # log prior odds (C,)
     views: int
     weights: Tensor | None  # of positives
 
 
-class PriorAdjusted(Staged, Supervision):
+class PriorAdjusted(FedMLPPart, EntrywiseLoss):
     """WPC, the weighted partial class loss (Eq. 3–4), over what is known or tagged: a mean over batch × classes."""
 
     name = "prior-adjusted"
-    jobs = frozenset({"targets", "views"})
-    losses = "known"
+    provides = frozenset({"target-loss", "views"})
+    accepts = "known-targets"
 
-    class Options(Staged.Options):
+    class Options(FedMLPPart.Options):
         view: str = option("weak", "the augmentation of its views; two of them in the first stage")
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
-        refuse_unknown_view(options.view, where)
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
+        check_view(options.view, prefix)
 
-    def prepare(self, work: Work) -> Any:
-        views = 1 if self.second_stage(work.round) or not work.client.data.is_images else 2
-        return Prior(local_odds(work), views, super().prepare(work))
+    def on_round_start(self, client_round: ClientRound) -> Any:
+        views = 1 if self.second_stage(client_round.number) or not client_round.client.data.is_images else 2
+        return PriorState(local_odds(client_round), views, super().on_round_start(client_round))
 
-    def shape(self, step: Step, mine: Prior) -> None:
-        step.show([step.batch.view(self.options.view) for _ in range(mine.views)])
+    def transform_batch(self, step: TrainStep, round_state: PriorState) -> None:
+        step.set_views([step.batch.view(self.options.view) for _ in range(round_state.views)])
 
-    def term(self, step: Step, mine: Prior) -> Tensor:
-        return (self.entries(step, step.logits + mine.odds, mine.weights) * step.known).mean()
+    def loss(self, step: TrainStep, round_state: PriorState) -> Tensor:
+        return (self.entries(step, step.logits + round_state.odds, round_state.weights) * step.known).mean()
 
 
-class Consistency(Staged):
+class Consistency(FedMLPPart):
     """Where nothing is known: the squared distance to the round-start global model's p."""
 
     name = "consistency"
     acts_later = True
-    jobs = frozenset({"unknown"})
+    provides = frozenset({"unknown-targets"})
 
-    class Options(Staged.Options):
+    class Options(FedMLPPart.Options):
         warmup_consistency: bool = option(False, "consistency in the first stage too (released code)")
 
-    def prepare(self, work: Work) -> Tensor | None:
-        work.claimed = self.second_stage(work.round) or self.options.warmup_consistency
-        return work.look(features=True).probabilities if work.claimed else None
+    def on_round_start(self, client_round: ClientRound) -> Tensor | None:
+        client_round.unknown_targets_taught = self.second_stage(client_round.number) or self.options.warmup_consistency
+        return client_round.outputs(features=True).probabilities if client_round.unknown_targets_taught else None
 
-    def term(self, step: Step, teacher: Tensor | None) -> Tensor | None:
+    def loss(self, step: TrainStep, teacher: Tensor | None) -> Tensor | None:
         if teacher is None:
             return None
         return ((step.probabilities - teacher[step.rows]).square() * (1 - step.known)).mean()
@@ -91,8 +91,8 @@ class FedMLP(Method):
     down = "global prototypes, difficulty of the classes"
     remembers = "its tags (samples × classes)"
     parts = (
-        switch("tags", Tags, "mld, missing label detection (Eq. 5–9)"),
-        switch("partial_loss", PriorAdjusted, "wpc, the weighted partial class loss (Eq. 3–4)", otherwise=Absent),
+        switch("tags", MissingLabelTags, "mld, missing label detection (Eq. 5–9)"),
+        switch("partial_loss", PriorAdjusted, "wpc, weighted partial class loss", otherwise=UnknownAsNegative),
         switch("consistency", Consistency, "cr, with the round-start global model, where nothing is known"),
     )
     published: ClassVar[dict[str, Any]] = {

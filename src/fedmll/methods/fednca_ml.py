@@ -22,21 +22,21 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.client import Step
-from fedmll.methods.contract import AUTO, Found, Part, PartOptions, option
-from fedmll.methods.heads import EtfLadm
+from fedmll.methods.base import AUTO, Part, PartOptions, Resolved, option
+from fedmll.methods.client_round import TrainStep
+from fedmll.methods.heads import EtfLadmHead
 from fedmll.methods.method import Method, switch
-from fedmll.methods.parts.basic import Known
+from fedmll.methods.parts.target_losses import MaskedLoss
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 
-class Rejection(Part):
+class PrototypeRejection(Part):
     """λ1 L_neg: a class-wise feature of an absent class is near no prototype."""
 
     name = "rejection"
-    needs = frozenset({"prototypes"})
+    requires = frozenset({"prototypes"})
 
     class Options(PartOptions):
         lambda_neg: Annotated[float, Field(ge=0)] | Literal["auto"] = option("auto", "λ1 (Eq. 14)")
@@ -44,11 +44,11 @@ class Rejection(Part):
         rejection: Literal["log", "hinge-topk"] = option("log", "Eq. 12, or the released code's")
 
     @classmethod
-    def resolve(cls, options: Any, experiment: Experiment) -> Found:
+    def resolve(cls, options: Any, experiment: Experiment) -> Resolved:
         strength = 1.0 if experiment.data.source == "cifar10" else 0.01
         return {"lambda_neg": (strength, "1 for CIFAR-10, 0.01 elsewhere")} if options.lambda_neg == AUTO else {}
 
-    def term(self, step: Step, mine: None) -> Tensor | None:
+    def loss(self, step: TrainStep, round_state: None) -> Tensor | None:
         option, prototypes = self.options, step.prototypes
         if option.lambda_neg == 0:
             return None
@@ -60,18 +60,18 @@ class Rejection(Part):
         return option.lambda_neg * hinge_rejection(similarity, step.targets, option.tau)
 
 
-class Contrast(Part):
+class PrototypeContrast(Part):
     """λ2 L_pos: a class-wise feature of a present class is nearest to its own prototype."""
 
     name = "contrast"
-    needs = frozenset({"prototypes"})
+    requires = frozenset({"prototypes"})
 
     class Options(PartOptions):
         lambda_pos: float = option(1.0, "λ2 (Eq. 14)", ge=0)
         contrast: Literal["dot", "cosine"] = option("dot", "Eq. 13, or the released code's")
         temperature: float = option(0.07, "of contrast = cosine", gt=0)
 
-    def term(self, step: Step, mine: None) -> Tensor | None:
+    def loss(self, step: TrainStep, round_state: None) -> Tensor | None:
         option, prototypes = self.options, step.prototypes
         if option.lambda_pos == 0:
             return None
@@ -83,8 +83,8 @@ class FedNcaMl(Method):
     name = "fednca-ml"
     summary = "class-wise features, fixed simplex-ETF classifier, rejection and contrast losses; equal weights"
     paper = "Peng et al., 2025"
-    head = EtfLadm
-    parts = (Known, switch("neg", Rejection, "L_neg (Eq. 12)"), switch("pos", Contrast, "L_pos (Eq. 13)"))
+    head = EtfLadmHead
+    parts = (MaskedLoss, switch("neg", PrototypeRejection, "Eq. 12"), switch("pos", PrototypeContrast, "Eq. 13"))
     published: ClassVar[dict[str, Any]] = {
         "model.backbone": "resnet18", "training.rounds": 100, "training.local_epochs": 1, "training.batch_size": 32,
         "training.optimizer": "adamw", "training.lr": 1e-4, "training.weight_decay": 0.01, "training.keep": "best",
@@ -96,7 +96,7 @@ class FedNcaMl(Method):
     }  # fmt: skip
 
     class Options(PartOptions):
-        weights: Literal["size", "equal"] = option("equal", "how much a client counts in the average (Alg. 1: 1/K)")
+        weighting: Literal["size", "equal"] = option("equal", "weight of a client in the average (Alg. 1: 1/K)")
 
 
 def log_rejection(similarity: Tensor, negative: Tensor, tau: float) -> Tensor:

@@ -15,26 +15,26 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedmll.client import Step, Work
-from fedmll.methods.contract import PartOptions, option
+from fedmll.methods.base import PartOptions, option
+from fedmll.methods.client_round import ClientRound, TrainStep
 from fedmll.methods.losses import masked_mean
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Supervision
 from fedmll.methods.parts.semi_supervised import local_odds, ramp_up, tempered
+from fedmll.methods.parts.target_losses import EntrywiseLoss
 
 
-class Fixed(NamedTuple):
+class NoiseRobustState(NamedTuple):
     odds: Tensor | float  # log prior odds
     teacher: Tensor | None  # what is taught where nothing is known (N, C)
     share: float  # w
     weights: Tensor | None  # of positives
 
 
-class NoiseRobust(Supervision):
+class NoiseRobust(EntrywiseLoss):
     """What is known by logits moved by the prior odds; what is not by the round-start global model, ever more."""
 
     name = "noise-robust"
-    jobs = frozenset({"targets", "unknown"})
+    provides = frozenset({"target-loss", "unknown-targets"})
 
     class Options(PartOptions):
         logit_adjustment: bool = option(True, "logits are moved by the client's log prior odds")
@@ -42,20 +42,20 @@ class NoiseRobust(Supervision):
         temperature: float = option(0.8, "of the global model's logits", gt=0)
         strength: float = option(0.8, "the largest w", ge=0, le=1)
 
-    def prepare(self, work: Work) -> Any:
-        odds = local_odds(work) if self.options.logit_adjustment else 0.0
+    def on_round_start(self, client_round: ClientRound) -> Any:
+        odds = local_odds(client_round) if self.options.logit_adjustment else 0.0
         teacher, share = None, 0.0
         if self.options.distillation:
-            teacher = tempered(work.look().probabilities, self.options.temperature)
-            share = self.options.strength * ramp_up(work.round, work.rounds)
-        return Fixed(odds, teacher, share, super().prepare(work))
+            teacher = tempered(client_round.outputs().probabilities, self.options.temperature)
+            share = self.options.strength * ramp_up(client_round.number, client_round.total_rounds)
+        return NoiseRobustState(odds, teacher, share, super().on_round_start(client_round))
 
-    def term(self, step: Step, mine: Fixed) -> Tensor:
-        known = masked_mean(self.entries(step, step.logits + mine.odds, mine.weights), step.known)
-        if mine.teacher is None:
+    def loss(self, step: TrainStep, round_state: NoiseRobustState) -> Tensor:
+        known = masked_mean(self.entries(step, step.logits + round_state.odds, round_state.weights), step.known)
+        if round_state.teacher is None:
             return known
-        far = (step.probabilities - mine.teacher[step.rows]).square()
-        return (1 - mine.share) * known + mine.share * masked_mean(far, 1 - step.known)
+        far = (step.probabilities - round_state.teacher[step.rows]).square()
+        return (1 - round_state.share) * known + round_state.share * masked_mean(far, 1 - step.known)
 
 
 class FedNoRo(Method):

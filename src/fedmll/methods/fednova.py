@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fedmll.client import Peer
-from fedmll.errors import ConfigError
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import Merger, Records
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message, Tensors
+from fedmll.methods.base import Aggregator, Records
+from fedmll.methods.client_round import ClientInfo
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Mean, WeightedMean
+from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 
-class Normalised(Mean):
+class NormalizedAverage(WeightedAverage):
     """Updates are divided by what their steps weigh together, before they are averaged (FedNova)."""
 
     name = "normalised"
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         training = experiment.training
         if training.optimizer != "sgd":
             raise ConfigError(
@@ -54,8 +54,8 @@ class Normalised(Mean):
         training = self.task.experiment.training
         return accumulated(training.local_epochs * training.batches(samples), training.momentum)
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        return Normalising(self, state)
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
+        return NormalizedAggregator(self, state)
 
 
 def accumulated(steps: int, momentum: float) -> float:
@@ -64,16 +64,16 @@ def accumulated(steps: int, momentum: float) -> float:
     return (steps - momentum * (1 - momentum**steps) / left) / left
 
 
-class Normalising(Merger):
+class NormalizedAggregator(Aggregator):
     """Everything relative to the first client's a: where all are the same, they are exactly 1."""
 
-    def __init__(self, part: Normalised, state: Tensors) -> None:
+    def __init__(self, part: NormalizedAverage, state: Tensors) -> None:
         self.part, self.state, self.end = part, state, part.weights.parameter_end
         self.parameters, self.others = WeightedMean(), WeightedMean()
         self.first: float | None = None
         self.longer = self.shorter = self.total = 0.0
 
-    def add(self, peer: Peer, reply: Message) -> None:
+    def add(self, client: ClientInfo, reply: Message) -> None:
         weight, steps = self.part.weight(reply), self.part.steps(reply.numbers["samples"])
         self.first = steps if self.first is None else self.first
         ratio = steps / self.first
@@ -100,5 +100,5 @@ class FedNova(Method):
     up = ""
     down = ""
     remembers = ""
-    average = Normalised
+    average = NormalizedAverage
     published: ClassVar[dict[str, Any]] = {"training.optimizer": "sgd"}

@@ -4,14 +4,14 @@ FedAvg's loss + μ/2 ‖w − w_g‖² over the parameters (Eq. 2), w_g the roun
 """
 
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Absent
-from fedmll.methods.parts.proximal import Proximal
-from fedmll.methods.parts.robust import AVERAGES
+from fedmll.methods.parts.proximal_term import ProximalTerm
+from fedmll.methods.parts.robust_average import AVERAGES
+from fedmll.methods.parts.target_losses import UnknownAsNegative
 
 
 class FedProx(Method):
     name = "fedprox"
     summary = "FedAvg + μ/2‖w − w_g‖²"
     paper = "Li et al., MLSys 2020"
-    parts = (Absent, Proximal)
+    parts = (UnknownAsNegative, ProximalTerm)
     average = AVERAGES

@@ -19,29 +19,29 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedmll.client import Client, Peer, Step, Work
-from fedmll.errors import ConfigError
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import Like, Merger, Part, Records
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message, Tensors
+from fedmll.methods.base import Aggregator, ImageTransform, Records, TensorSpec
+from fedmll.methods.client_round import Client, ClientInfo, ClientRound, TrainStep
 from fedmll.methods.method import Method
 from fedmll.models.backbones import pixel_scale
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 SMALLEST = 1e-3  # of a deviation: less than a step of 8 bits is an image of one colour
 
 
-class RandomNormalisation(Part):
+class RandomNormalisation(ImageTransform):
     """Each batch is normalised with a mean and a deviation drawn from the clients' own."""
 
     name = "random-normalisation"
-    jobs = frozenset({"views"})
+    provides = frozenset({"views"})
     exchanges = frozenset({"opening"})
     sends = ("pool", "mean")
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         advice = "Use images and a backbone that is trained (model.freeze = 'none'), or another method."
         if experiment.model.backbone == "mlp":
             raise ConfigError(
@@ -59,31 +59,31 @@ class RandomNormalisation(Part):
         channels = self.task.sample_shape[0]
         return torch.tensor(pixel_scale(self.task.experiment.model, channels)).expand(2, channels).contiguous()
 
-    def start(self) -> Tensors:
+    def initial_state(self) -> Tensors:
         return {"pool": self.scale()[None], "mean": self.scale()}
 
-    def survey(self, work: Work) -> Tensors:
-        return {"statistics": statistics(work.client)}
+    def collect_statistics(self, client_round: ClientRound) -> Tensors:
+        return {"statistics": statistics(client_round.client)}
 
-    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
-        return {"statistics": Like((2, self.task.sample_shape[0]), low=0, high=1)} if round == 0 else {}
+    def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
+        return {"statistics": TensorSpec((2, self.task.sample_shape[0]), low=0, high=1)} if round == 0 else {}
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
-        return Pooling() if round == 0 else None
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
+        return StatisticsPool() if round == 0 else None
 
-    def deploy(self, state: Tensors, message: Message) -> None:
+    def finalize_model(self, state: Tensors, message: Message) -> None:
         message.tensors[f"{self.name}/mean"] = state["mean"]
 
-    def prepare(self, work: Work) -> tuple[Tensor, torch.Generator]:
-        return work.received(self.name)["pool"], work.client.generator("normalisation")
+    def on_round_start(self, client_round: ClientRound) -> tuple[Tensor, torch.Generator]:
+        return self.received(client_round)["pool"], client_round.client.generator("normalisation")
 
-    def shape(self, step: Step, mine: tuple[Tensor, torch.Generator]) -> None:
-        pool, generator = mine
+    def transform_batch(self, step: TrainStep, round_state: tuple[Tensor, torch.Generator]) -> None:
+        pool, generator = round_state
         mean, deviation = torch.randint(len(pool), (2,), generator=generator).tolist()
         step.images = self.normalised(step.images, pool[mean, 0], pool[deviation, 1])
 
-    def inputs(self, images: Tensor, received: Tensors) -> Tensor:
-        mean, deviation = received["mean"].to(images.device)
+    def transform_images(self, images: Tensor, tensors: Tensors) -> Tensor:
+        mean, deviation = tensors["mean"].to(images.device)
         return self.normalised(images, mean, deviation)
 
     def normalised(self, images: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
@@ -97,18 +97,18 @@ class RandomNormalisation(Part):
 def statistics(client: Client) -> Tensor:
     """(2, channels): the mean of a channel over all pixels; its deviation within an image, averaged over the images."""
     sums = torch.zeros(2, client.task.sample_shape[0], dtype=torch.float64, device=client.task.device)
-    for batch in client.scan():
-        pixels = client.task.unit(batch.raw).double().flatten(2)
+    for batch in client.evaluation_batches():
+        pixels = client.task.scale_pixels(batch.raw).double().flatten(2)
         sums += torch.stack([pixels.mean(2), pixels.std(2, correction=0)]).sum(1)
     return (sums / len(client.data)).float()
 
 
-class Pooling(Merger):
+class StatisticsPool(Aggregator):
     def __init__(self) -> None:
         self.found: dict[int, Tensor] = {}
 
-    def add(self, peer: Peer, reply: Message) -> None:
-        self.found[peer.index] = reply["statistics"]
+    def add(self, client: ClientInfo, reply: Message) -> None:
+        self.found[client.index] = reply["statistics"]
 
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
         pool = torch.stack([self.found[index] for index in sorted(self.found)])

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.client import Step, Work
-from fedmll.methods.contract import Part, PartOptions, option
+from fedmll.methods.base import Part, PartOptions, option
+from fedmll.methods.client_round import ClientRound, TrainStep
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Known
+from fedmll.methods.parts.target_losses import MaskedLoss
 
 
-class Teacher(NamedTuple):
+class VacantClassTeacher(NamedTuple):
     vacant: Tensor  # bool (C,)
     says: Tensor  # p_g (N, C)
 
@@ -37,28 +37,28 @@ class VacantDistillation(Part):
     """λ KL(p_g ‖ p) of the classes that the client has no positive of, which are in no other loss."""
 
     name = "vacant-distillation"
-    jobs = frozenset({"unknown"})
+    provides = frozenset({"unknown-targets"})
 
     class Options(PartOptions):
         distill: float = option(1.0, "λ: how strongly vacant classes follow the global model", ge=0)
 
-    def prepare(self, work: Work) -> Teacher | None:
-        vacant = ~(work.client.targets == 1).any(0)
+    def on_round_start(self, client_round: ClientRound) -> VacantClassTeacher | None:
+        vacant = ~(client_round.client.targets == 1).any(0)
         if self.options.distill == 0 or not vacant.any():
             return None
-        work.claimed = True
-        work.targets = work.targets.masked_fill(vacant, -1)
-        return Teacher(vacant, work.look().probabilities)
+        client_round.unknown_targets_taught = True
+        client_round.targets = client_round.targets.masked_fill(vacant, -1)
+        return VacantClassTeacher(vacant, client_round.outputs().probabilities)
 
-    def term(self, step: Step, mine: Teacher | None) -> Tensor | None:
-        if mine is None:
+    def loss(self, step: TrainStep, round_state: VacantClassTeacher | None) -> Tensor | None:
+        if round_state is None:
             return None
-        says = mine.says[step.rows][:, mine.vacant]
-        cross = F.binary_cross_entropy_with_logits(step.logits[:, mine.vacant], says)
+        says = round_state.says[step.rows][:, round_state.vacant]
+        cross = F.binary_cross_entropy_with_logits(step.logits[:, round_state.vacant], says)
         return self.options.distill * (cross - F.binary_cross_entropy(says, says))
 
 
-class Suppression(Part):
+class LogitSuppression(Part):
     """μ Σ_c π_c log mean_{i: y_ic = 0} exp z_ic: what is absent gets no large logit, of frequent classes above all."""
 
     name = "suppression"
@@ -66,12 +66,12 @@ class Suppression(Part):
     class Options(PartOptions):
         suppress: float = option(0.005, "μ: how strongly logits of absent classes are held down", ge=0)
 
-    def prepare(self, work: Work) -> Tensor:
+    def on_round_start(self, client_round: ClientRound) -> Tensor:
         """π (C,)."""
-        positives = (work.client.targets == 1).sum(0).float()
+        positives = (client_round.client.targets == 1).sum(0).float()
         return positives / positives.sum().clamp(min=1)
 
-    def term(self, step: Step, share: Tensor) -> Tensor | None:
+    def loss(self, step: TrainStep, share: Tensor) -> Tensor | None:
         if self.options.suppress == 0:
             return None
         absent = step.targets == 0
@@ -86,4 +86,4 @@ class FedVLS(Method):
     name = "fedvls"
     summary = "the global model teaches each client the classes that it has none of; absent classes get no large logits"
     paper = "Guo et al., AAAI 2025"
-    parts = (VacantDistillation, Known, Suppression)
+    parts = (VacantDistillation, MaskedLoss, LogitSuppression)

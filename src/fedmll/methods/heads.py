@@ -8,30 +8,30 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from fedmll.errors import ConfigError
-from fedmll.methods.contract import Head, PartOptions, option
+from fedmll.core.errors import ConfigError
+from fedmll.core.seeding import torch_generator
+from fedmll.methods.base import Head, PartOptions, option
 from fedmll.models.backbones import Backbone
+from fedmll.models.class_attention import Ladm, PrototypeClassifier, simplex_etf
 from fedmll.models.ctran import CTran, LabelEmbeddings
-from fedmll.models.heads import Ladm, PrototypeClassifier, simplex_etf
-from fedmll.models.lift import Lift, LiftedClassifier
+from fedmll.models.lifted_features import Lift, LiftedClassifier
 from fedmll.models.network import Classifier
-from fedmll.seeding import torch_generator
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 
-class Linear(Head):
+class LinearHead(Head):
     """Mean over the tokens, one row of weights a class."""
 
     name = "linear"
-    gives = frozenset({"rows"})
+    provides = frozenset({"class-rows"})
 
     def build(self, backbone: Backbone) -> Classifier:
         return Classifier(backbone, len(self.task.classes))
 
 
-class LinearByName(Linear):
+class LinearHeadByName(LinearHead):
     """A row's initial weights depend on the seed and the class's name, not on its place or on the other classes."""
 
     name = "linear-by-name"
@@ -47,8 +47,8 @@ class LinearByName(Linear):
         return model
 
 
-class LinearLifted(Linear):
-    """A linear head on the features and, with `lift`, on fixed functions of them (models/lift.py)."""
+class LiftedLinearHead(LinearHead):
+    """A linear head on the features and, with `lift`, on fixed functions of them (models/lifted_features.py)."""
 
     name = "linear-lifted"
 
@@ -66,11 +66,11 @@ class LinearLifted(Linear):
         return LiftedClassifier(backbone, len(self.task.classes), lift)
 
 
-class EtfLadm(Head):
+class EtfLadmHead(Head):
     """Class-wise features by label-aware disentanglement, scored by a fixed simplex ETF (Eq. 1–9)."""
 
     name = "etf-ladm"
-    gives = frozenset({"prototypes"})
+    provides = frozenset({"prototypes"})
 
     class Options(PartOptions):
         etf: bool = option(True, "the fixed classifier (Eq. 1–2); off: a learned linear one")
@@ -97,7 +97,7 @@ class CTranHead(Head):
     """Image tokens and learned label tokens in a transformer."""
 
     name = "ctran"
-    gives = frozenset({"states"})
+    provides = frozenset({"label-states"})
 
     class Options(PartOptions):
         layers: int = option(3, "encoder layers of C-Tran", ge=1)
@@ -124,7 +124,7 @@ class CTranHead(Head):
         return None
 
 
-class TextQuery(CTranHead):
+class TextQueryHead(CTranHead):
     """C-Tran whose label tokens are a frozen text encoder's: the same at every client."""
 
     name = "text-query"
@@ -140,22 +140,22 @@ class TextQuery(CTranHead):
         fine: Literal["concat", "average"] = option("concat", "how finer names make one embedding (Table A3)")
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         if "{class}" not in options.prompt:
             raise ConfigError(
-                f"{where}prompt = '{options.prompt}' does not say where the class's name goes: write {{class}} there."
+                f"{prefix}prompt = '{options.prompt}' does not say where the class's name goes: write {{class}} there."
             )
 
     def embeddings(self, width: int) -> LabelEmbeddings | None:
-        from fedmll.models import text
+        from fedmll.models import label_embeddings
 
         option, finished = self.options, self.task.finished
-        if not option.ule or option.encoder == text.LEARNED:
+        if not option.ule or option.encoder == label_embeddings.LEARNED:
             return None
         if finished is not None:
             return LabelEmbeddings(finished.frozen.get("labels"), finished.frozen.get("states"))
-        fine = {} if option.fine_names is None else text.read_fine_names(option.fine_names)
-        return text.label_embeddings(
+        fine = {} if option.fine_names is None else label_embeddings.read_fine_names(option.fine_names)
+        return label_embeddings.label_embeddings(
             option.encoder,
             self.task.classes,
             option.prompt,

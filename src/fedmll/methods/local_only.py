@@ -2,39 +2,38 @@
 
 A client goes on from its own weights, which it remembers. The metrics on the pooled test data are means over the
 clients' own models, and so are those by class; a client's own metrics are its model's on what it holds out. There is no
-common model in the run's folder. Another head or loss: `compose` with average = "alone".
+common model in the run's folder. Another head or loss: `compose` with average = "local-models".
 """
 
 from __future__ import annotations
 
-from fedmll.client import Work
-from fedmll.message import Tensors
-from fedmll.methods.contract import Part
+from fedmll.core.message import Tensors
+from fedmll.methods.base import Part
+from fedmll.methods.client_round import ClientRound
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Known
-from fedmll.models.flat import FlatWeights
+from fedmll.methods.parts.target_losses import MaskedLoss
+from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Network
 
 
-class Alone(Part):
+class LocalModels(Part):
     """No average: each client keeps its own weights."""
 
-    name = "alone"
-    jobs = frozenset({"average"})
-    alone = True
+    name = "local-models"
+    provides = frozenset({"aggregation", "local-models"})
 
     def bind(self, model: Network, weights: FlatWeights) -> None:
         super().bind(model, weights)
         self.initial = weights.dump()
 
-    def start(self) -> Tensors:
+    def initial_state(self) -> Tensors:
         return self.initial
 
-    def prepare(self, work: Work) -> None:
-        work.client.weights.load(work.memory(self.name) or self.initial)
+    def on_round_start(self, client_round: ClientRound) -> None:
+        client_round.weights.load(self.client_state(client_round) or self.initial)
 
-    def finish(self, work: Work, mine: None) -> Tensors:
-        work.memories[self.name] = work.client.weights.dump()
+    def on_round_end(self, client_round: ClientRound, round_state: None) -> Tensors:
+        self.client_state(client_round).update(client_round.weights.dump())
         return {}
 
 
@@ -45,5 +44,5 @@ class LocalOnly(Method):
     up = "nothing, no weights either"
     down = "nothing, no weights either"
     remembers = "its own model"
-    parts = (Known,)
-    average = Alone
+    parts = (MaskedLoss,)
+    average = LocalModels

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll import registry
-from fedmll.registry import register
+from fedmll.core import registry
+from fedmll.core.registry import register
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ForMissing:
     of: Callable[[Tensor, Tensor, int], Tensor]
 
 
-def for_missing(name: str) -> bool:
+def is_for_missing_labels(name: str) -> bool:
     return isinstance(registry.find("loss", name), ForMissing)
 
 

@@ -1,292 +1,241 @@
-"""Method: a name, a paper, and the list of parts that it is."""
+"""Method: a name, a paper, and a list of parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from pydantic import BaseModel, create_model
+from pydantic import create_model
 from torch import Tensor
 
-from fedmll import registry
-from fedmll.client import Peer, under
-from fedmll.errors import ConfigError
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import AUTO, Found, Head, Like, Part, PartOptions, Piece, refuse_unlike
-from fedmll.methods.heads import Linear
-from fedmll.methods.merging import Merging
-from fedmll.methods.parts.basic import Absent, Mean
-from fedmll.methods.parts.ridge import Ridge
-from fedmll.methods.recipe import Choice, Recipe, refuse_rivals, stood_on, switch
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message, Tensors
+from fedmll.core.seeding import derive
+from fedmll.methods.aggregation import MethodAggregator
+from fedmll.methods.base import Component, Head, ImageTransform, Part, PartOptions, TargetLoss, TensorSpec, overrides
+from fedmll.methods.client_round import ClientInfo, tensors_of
+from fedmll.methods.heads import LinearHead
+from fedmll.methods.method_config import MethodConfig, MethodEntry
+from fedmll.methods.parts.averaging import WeightedAverage
+from fedmll.methods.parts.ridge_head import RidgeHead
+from fedmll.methods.parts.target_losses import UnknownAsNegative
+from fedmll.methods.recipe import MethodRecipe, PartChoice, check_option_names, switch, with_dependencies
+from fedmll.methods.reply_spec import ReplyProblem, find_reply_problem
+from fedmll.methods.task import Task
 from fedmll.models.backbones import build_backbone
-from fedmll.models.flat import FlatWeights
-from fedmll.models.frozen import fit_out
+from fedmll.models.flat_weights import FlatWeights
+from fedmll.models.frozen_features import freeze_and_add_neck
 from fedmll.models.network import Network
-from fedmll.seeding import derive
-from fedmll.task import Task
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
-__all__ = ["Choice", "Method", "Recipe", "switch"]
+__all__ = ["Method", "MethodRecipe", "PartChoice", "switch"]
 
 P = TypeVar("P", bound=Part)
-START = Choice("start", {"seed": None, "ridge": Ridge}, "what the head starts from: the seed, or the exact ridge head")
+START = PartChoice("start", {"seed": None, "ridge": RidgeHead}, "initial head: from the seed, or the exact ridge head")
 
 
-class Method:
-    """A head and a list of parts under a name. With the defaults it is FedAvg; a class with a `name` is registered."""
+class Method(MethodEntry):
+    """A head and a list of parts under a name. With the defaults it is FedAvg."""
 
-    name: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    paper: ClassVar[str] = ""  # authors, venue, year
-    setting: ClassVar[tuple[str, ...]] = ("skew",)  # what it is for: skew, partial annotation, private labels
-    up: ClassVar[str] = ""  # what travels beside the weights, in words …
-    down: ClassVar[str] = ""
-    remembers: ClassVar[str] = ""  # … and what a client keeps between its rounds
-    head: ClassVar[type[Head]] = Linear
-    parts: ClassVar[tuple[type[Part] | Choice, ...]] = (Absent,)
-    average: ClassVar[type[Part] | Choice] = Mean
-    published: ClassVar[dict[str, Any]] = {}  # the paper's settings, used by `--as-published`
-    unpublished: ClassVar[dict[str, str]] = {}  # what the paper has and only the user can give: setting → what
-    symbols: ClassVar[dict[str, str]] = {}  # the paper's name of an option, accepted too → its name here
-    keep: ClassVar[Literal["last", "best"]] = "last"  # which round's model is the result
-    pooled: bool = False  # trains on all data in one place, with every annotation
-
-    Options: ClassVar[type[BaseModel]] = PartOptions
+    head: ClassVar[type[Head]] = LinearHead
+    parts: ClassVar[tuple[type[Part] | PartChoice, ...]] = (UnknownAsNegative,)
+    average: ClassVar[type[Part] | PartChoice] = WeightedAverage
 
     def __init_subclass__(cls) -> None:
         """The options of a method are its own, those of its head and parts, and its choices."""
+        if cls.__dict__.get("name"):
+            check_option_names(cls.name, cls.every_component())
+            fields: dict[str, Any] = {choice.option: choice.field for choice in cls.choices()}
+            bases = dict.fromkeys((cls.Options, *(component.Options for component in cls.every_component())))
+            bases.pop(PartOptions, None)
+            cls.Options = create_model("Options", __base__=tuple(bases) or PartOptions, **fields)
         super().__init_subclass__()
-        if not cls.__dict__.get("name"):
-            return
-        refuse_rivals(cls.name, (cls.head, *cls.every_part()))
-        fields: dict[str, Any] = {entry.option: entry.field for entry in cls.choices()}
-        bases = dict.fromkeys((cls.Options, cls.head.Options, *(part.Options for part in cls.every_part())))
-        bases.pop(PartOptions, None)
-        cls.Options = create_model("Options", __base__=tuple(bases) or PartOptions, **fields)
-        registry.register("method", cls.name)(cls)
 
-    # ---- what an experiment asks of the class
+    # ---- its parts
 
     @classmethod
-    def entries(cls) -> tuple[type[Part] | Choice, ...]:
-        """The list, with what every method can start from; the average is the last."""
-        return (*(() if Ridge in cls.parts else (START,)), *cls.parts, cls.average)
+    def entries(cls) -> tuple[type[Part] | PartChoice, ...]:
+        """The list of parts, with the choice of the initial head that every method has; the average is the last."""
+        return (*(() if RidgeHead in cls.parts else (START,)), *cls.parts, cls.average)
 
     @classmethod
-    def choices(cls) -> list[Choice]:
-        return [entry for entry in cls.entries() if isinstance(entry, Choice)]
+    def choices(cls) -> list[PartChoice]:
+        return [entry for entry in cls.entries() if isinstance(entry, PartChoice)]
 
     @classmethod
     def every_part(cls) -> list[type[Part]]:
-        """Also those that are switched off; those that others stand on too."""
+        """All parts that its options can select, and their dependencies."""
         found: dict[type[Part], None] = {}
         for entry in cls.entries():
-            for part in entry.parts.values() if isinstance(entry, Choice) else (entry,):
+            for part in entry.parts.values() if isinstance(entry, PartChoice) else (entry,):
                 if part is not None:
-                    found |= dict.fromkeys(stood_on(part))
+                    found |= dict.fromkeys(with_dependencies(part))
         return list(found)
 
     @classmethod
-    def recipe(cls, options: Any) -> Recipe:
-        """The head and the parts that these options ask for."""
-        *parts, average = cls.chosen(options)
-        return Recipe.of(cls.head, parts, average)
+    def every_component(cls) -> list[type[Component]]:
+        return [cls.head, *cls.every_part()]
 
     @classmethod
-    def chosen(cls, options: Any) -> list[type[Part]]:
-        """Of the parts in the list, those that these options ask for; the average is the last."""
-        parts = [e.parts[getattr(options, e.option)] if isinstance(e, Choice) else e for e in cls.entries()]
+    def selected_parts(cls, options: Any) -> list[type[Part]]:
+        """The parts that these options select; the average is the last."""
+        parts = [e.parts[getattr(options, e.option)] if isinstance(e, PartChoice) else e for e in cls.entries()]
         return [part for part in parts if part is not None]
 
-    @classmethod
-    def options_of(cls, piece: type[Piece], options: Any) -> Any:
-        return piece.Options(**{name: getattr(options, name) for name in piece.Options.model_fields})
+    # ---- what a method may override
 
     @classmethod
-    def pieces(cls, options: Any) -> list[tuple[type[Piece], Any]]:
-        return [(piece, cls.options_of(piece, options)) for piece in cls.recipe(options).pieces]
+    def recipe(cls, options: Any) -> MethodRecipe:
+        """The head and the parts that these options select."""
+        *parts, average = cls.selected_parts(options)
+        return MethodRecipe.of(cls.head, parts, average)
 
     @classmethod
-    def where(cls, piece: type[Piece]) -> str:
-        """Where the options of a piece are in an experiment."""
-        return "method."
-
-    @classmethod
-    def named(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options under their names here; of an option under both names the one that came later counts."""
-        return {cls.symbols.get(name, name): value for name, value in options.items()}
-
-    @classmethod
-    def options_class(cls, values: Mapping[str, Any]) -> type[BaseModel]:
-        """What these options are checked with."""
-        return cls.Options
-
-    @classmethod
-    def resolve(cls, options: Any, experiment: Experiment) -> Found:
-        """What the options that were left open are in this experiment."""
-        found: Found = {}
-        for piece, own in cls.pieces(options):
-            prefix = cls.where(piece).removeprefix("method.")
-            decisions = {prefix + name: decision for name, decision in piece.resolve(own, experiment).items()}
-            found = decisions | found  # of parts that share an option the first speaks
-        return found
-
-    @classmethod
-    def opened(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options without those that a rule may decide."""
-        fields = cls.options_class(options).model_fields
-        return {name: value for name, value in options.items() if fields[name].default != AUTO}
-
-    @classmethod
-    def rounds(cls, options: Any) -> int | None:
-        """How many there are, where it is not the experiment's to say."""
+    def fixed_rounds(cls, options: Any) -> int | None:
+        """The number of rounds, where it follows from the options."""
         return None
 
     @classmethod
     def check(cls, experiment: Experiment) -> None:
-        """Refuse (ConfigError) settings that it cannot work with."""
-        options = cls.options_class(experiment.method.options)(**experiment.method.options)
-        cls.recipe(options).check(experiment.training)
-        for piece, own in cls.pieces(options):
-            piece.check(own, experiment, cls.where(piece))
+        """Raise a ConfigError if the method cannot work with these settings. Its components have checked theirs."""
 
     @classmethod
-    def told(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that sites are told: not those of parts that are the server's own."""
-        servers = [part for part in cls.every_part() if part.server_only]
-        own = {name for part in servers for name in part.Options.model_fields}
-        own |= {entry.option for entry in cls.choices() if any(part in servers for part in entry.parts.values())}
-        return {name: value for name, value in options.items() if name not in own}
+    def default_recipe(cls) -> MethodRecipe | None:
+        return cls.recipe(cls.Options())
 
-    @classmethod
-    def made(cls, task: Task) -> Method:
-        """The method that the task's experiment names."""
-        return cls(task)
+    # ---- an instance: the method of a task
 
-    # ---- at work
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        values = task.experiment.method.options
-        self.options: Any = self.options_class(values)(**values)
-        (head, head_options), *pieces = self.pieces(self.options)
+    def __init__(self, task: Task, config: MethodConfig, *, pooled: bool = False) -> None:
+        self.task, self.config, self.options = task, config, config.options
+        self.pooled = pooled  # one client has all data and all labels
+        (head, head_options), *components = config.components
         assert issubclass(head, Head)
         self.network_head = head(task, head_options)
-        kinds = {piece.name: piece for piece, _ in pieces if issubclass(piece, Part)}
-        self.list: list[Part] = [
-            piece(task, own, {other: kind for other, kind in kinds.items() if kind is not piece})
-            for piece, own in pieces
-            if issubclass(piece, Part)
+        kinds = {component.name: component for component, _ in components if issubclass(component, Part)}
+        self.active_parts: list[Part] = [
+            component(task, options, {name: kind for name, kind in kinds.items() if kind is not component})
+            for component, options in components
+            if issubclass(component, Part)
         ]
-        self.mean: Any = next(part for part in self.list if "average" in part.jobs)
+        self.average_part: Any = next(part for part in self.active_parts if "aggregation" in part.provides)
+        self.target_loss = self.part(TargetLoss)
 
     def part(self, kind: type[P]) -> P:
-        return next(part for part in self.list if isinstance(part, kind))
+        return next(part for part in self.active_parts if isinstance(part, kind))
 
-    @property
-    def private(self) -> bool:
-        """Whether clients know their own classes only."""
-        return bool(self.mean.private)
+    def has(self, capability: str) -> bool:
+        """Whether one of its parts provides a capability."""
+        return any(capability in part.provides for part in self.active_parts)
 
-    def model(self) -> Network:
+    def parts_with(self, hook: str) -> list[Part]:
+        """The parts that implement a hook."""
+        return [part for part in self.active_parts if overrides(type(part), hook)]
+
+    def build_model(self) -> Network:
+        """The network with its initial weights."""
         setting, seed = self.task.experiment.model, self.task.seed
         layout = None if self.task.finished is None else self.task.finished.layout
-        backbone = fit_out(build_backbone(setting, self.task.sample_shape, seed, layout), setting, seed)
+        backbone = freeze_and_add_neck(build_backbone(setting, self.task.sample_shape, seed, layout), setting, seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.task.seed, "head"))
             return self.network_head.build(backbone)
 
     def bind(self, model: Network, weights: FlatWeights) -> None:
-        for part in self.list:
+        for part in self.active_parts:
             part.bind(model, weights)
 
     def receive(self, weights: FlatWeights, message: Message) -> None:
-        """Put what the server sent into the model."""
+        """Load what the server sent into the model."""
         if "weights" in message.tensors:
             weights.load(message.tensors)
         self.received = message.tensors
 
     def predict(self, model: Network, images: Tensor, known: Tensor | None = None) -> Tensor:
-        """Probabilities (batch, classes). `known` targets (1, 0, -1 unknown) help the heads that can use them: such a
-        label is its own probability."""
-        if known is not None and "states" not in self.network_head.gives:
+        """Probabilities (batch, classes).
+
+        Args:
+            model: The network.
+            images: A preprocessed batch.
+            known: Known targets (1, 0, -1 unknown), for heads that can use them. A known target is its probability.
+        """
+        if known is not None and "label-states" not in self.network_head.provides:
             raise ConfigError(f"The head '{self.network_head.name}' cannot use known labels; ctran and text-query can.")
-        teacher = next(part for part in self.list if "targets" in part.jobs)
-        scores = teacher.probabilities(model(self.seen(images), known))
+        scores = self.target_loss.probabilities(model(self.transform_images(images), known))
         return scores if known is None else torch.where(known < 0, scores, known.to(scores.dtype))
 
-    def seen(self, images: Tensor) -> Tensor:
-        """As the network gets them where it predicts."""
-        for part in self.overriding("inputs"):
-            images = part.inputs(images, under(part.name, self.received))
+    def transform_images(self, images: Tensor) -> Tensor:
+        """The images as the network expects them in prediction."""
+        for part in self.active_parts:
+            if isinstance(part, ImageTransform):
+                images = part.transform_images(images, tensors_of(part.name, self.received))
         return images
-
-    def overriding(self, hook: str) -> list[Part]:
-        """The parts that do something there: the others cost nothing a step."""
-        return [part for part in self.list if getattr(type(part), hook) is not getattr(Part, hook)]
 
     # ---- the server
 
-    def asks(self, exchange: str) -> bool:
-        return any(exchange in part.exchanges for part in self.list)
+    def has_exchange(self, exchange: str) -> bool:
+        return any(exchange in part.exchanges for part in self.active_parts)
 
-    def exchange(self, round: int) -> str | None:
-        """Round 0 is the opening exchange and the one after the last the closing one: nobody trains in them, and in no
-        round at all where a part asks for the rounds."""
+    def exchange_in(self, round: int) -> str | None:
+        """The exchange of statistics in a round, or None if clients train in it. Round 0 is the opening exchange, and
+        the round after the last is the closing one."""
         if 0 < round <= self.task.rounds:
-            return "rounds" if self.asks("rounds") else None
+            return "rounds" if self.has_exchange("rounds") else None
         return "closing" if round else "opening"
 
-    def replying(self, round: int) -> list[Part]:
-        """The parts that a reply is of."""
-        exchange = self.exchange(round)
-        return [part for part in self.list if exchange is None or exchange in part.exchanges]
+    def replying_parts(self, round: int) -> list[Part]:
+        """The parts that have tensors in the replies of a round."""
+        exchange = self.exchange_in(round)
+        return [part for part in self.active_parts if exchange is None or exchange in part.exchanges]
 
-    def begin(self, peers: Sequence[Peer]) -> None:
-        for part in self.list:
-            part.begin(peers)
+    def validate_clients(self, clients: Sequence[ClientInfo]) -> None:
+        for part in self.active_parts:
+            part.validate_clients(clients)
 
-    def start(self) -> Tensors:
-        return self.joined({part: part.start() for part in self.list})
+    def initial_state(self) -> Tensors:
+        return self.join({part: part.initial_state() for part in self.active_parts})
 
-    def send(self, state: Tensors, peer: Peer, round: int) -> Message:
-        return Message(self.joined({part: part.send(self.own(part, state), peer, round) for part in self.list}))
+    def send(self, state: Tensors, client: ClientInfo, round: int) -> Message:
+        """What one client receives."""
+        sent = {part: part.send(self.tensors_of(part, state), client, round) for part in self.active_parts}
+        return Message(self.join(sent))
 
-    def expects(self, sent: Message, round: int) -> dict[str, Like]:
-        """What a good reply holds, all of it."""
-        weights = self.own(self.mean, sent.tensors)
+    def reply_spec(self, sent: Message, round: int) -> dict[str, TensorSpec]:
+        """What a reply must hold, for all parts."""
+        weights = self.tensors_of(self.average_part, sent.tensors)
         return {
-            self.key(part, name): like
-            for part in self.replying(round)
-            for name, like in part.expects(weights | self.own(part, sent.tensors), round).items()
+            self.tensor_name(part, name): spec
+            for part in self.replying_parts(round)
+            for name, spec in part.reply_spec(weights | self.tensors_of(part, sent.tensors), round).items()
         }
 
-    def refuse(self, sent: Message, reply: Message, round: int) -> str | None:
-        """Why a reply cannot be accepted, or None."""
-        return refuse_unlike(self.expects(sent, round), reply)
+    def find_problem(self, sent: Message, reply: Message, round: int) -> ReplyProblem | None:
+        """Why a reply is rejected, or None."""
+        return find_reply_problem(self.reply_spec(sent, round), reply)
 
-    def merger(self, state: Tensors, round: int) -> Merging:
-        return Merging(self, state, round)
+    def aggregator(self, state: Tensors, round: int) -> MethodAggregator:
+        return MethodAggregator(self, state, round)
 
-    def deploy(self, state: Tensors) -> Message:
+    def final_model(self, state: Tensors) -> Message:
         """What is needed to predict with the global model."""
-        message = Message(self.own(self.mean, state))
-        for part in self.list:
-            part.deploy(self.own(part, state), message)
+        message = Message(self.tensors_of(self.average_part, state))
+        for part in self.active_parts:
+            part.finalize_model(self.tensors_of(part, state), message)
         return message
 
-    # ---- names: the average's tensors are the weights themselves, everybody else's are under the part's name
+    # ---- names of tensors: the average has the weights themselves, the other parts have theirs under their names
 
-    def key(self, part: Part, name: str) -> str:
-        return name if part is self.mean else f"{part.name}/{name}"
+    def tensor_name(self, part: Part, name: str) -> str:
+        return name if part is self.average_part else f"{part.name}/{name}"
 
-    def own(self, part: Part, tensors: Tensors) -> Tensors:
-        if part is self.mean:
+    def tensors_of(self, part: Part, tensors: Tensors) -> Tensors:
+        """The tensors of one part, under the names that the part uses."""
+        if part is self.average_part:
             return {name: tensor for name, tensor in tensors.items() if "/" not in name}
-        return under(part.name, tensors)
+        return tensors_of(part.name, tensors)
 
-    def joined(self, tensors: Mapping[Part, Tensors]) -> Tensors:
-        return {self.key(part, name): tensor for part, own in tensors.items() for name, tensor in own.items()}
+    def join(self, tensors: Mapping[Part, Tensors]) -> Tensors:
+        """The tensors of all parts under their full names."""
+        return {self.tensor_name(part, name): tensor for part, own in tensors.items() for name, tensor in own.items()}

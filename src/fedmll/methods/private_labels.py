@@ -13,52 +13,53 @@ nobody sent stays as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 from torch import softmax as softmax_of
 from torch.nn import functional as F
 
-from fedmll.client import Peer, Step, Work
-from fedmll.errors import ClientError, ConfigError
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import Merger, Part, PartOptions, Records, option
-from fedmll.methods.heads import Linear, LinearByName
+from fedmll.core.errors import ClientError, ConfigError
+from fedmll.core.message import Message, Tensors
+from fedmll.methods.base import Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.heads import LinearHead, LinearHeadByName
 from fedmll.methods.losses import masked_mean
-from fedmll.methods.method import Choice, Method, Recipe
-from fedmll.methods.parts.basic import Absent, Known, Mean, Supervision
-from fedmll.methods.parts.by_label import ByLabel
-from fedmll.methods.parts.proximal import Proximal
-from fedmll.methods.parts.tuning import Tuning
+from fedmll.methods.method import Method, MethodRecipe, PartChoice
+from fedmll.methods.parts.averaging import WeightedAverage
+from fedmll.methods.parts.central_tuning import CentralTuning
+from fedmll.methods.parts.per_label_average import PrivatePerLabelAverage
+from fedmll.methods.parts.proximal_term import ProximalTerm
+from fedmll.methods.parts.target_losses import EntrywiseLoss, MaskedLoss, UnknownAsNegative
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 
-class Softmax(Supervision):
+class SoftmaxLoss(EntrywiseLoss):
     """One label a sample: softmax over the outputs; samples without a known label are left out."""
 
     name = "softmax"
-    losses = "own"
+    accepts = "none"
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         if experiment.data.composite:
             raise ConfigError(
                 f"method.loss = 'softmax' (the part softmax) is for data with one label a sample, and "
                 f"'{experiment.data.label}' has several; use method.loss = 'sigmoid' (compose: known or absent)."
             )
 
-    def prepare(self, work: Work) -> None:
-        several = int(((work.client.targets == 1).sum(1) > 1).sum())
+    def on_round_start(self, client_round: ClientRound) -> None:
+        several = int(((client_round.client.targets == 1).sum(1) > 1).sum())
         if several:
             raise ClientError(
-                f"Client {work.client.name} has {several} samples with two or more labels, and method.loss = 'softmax' "
-                "is for one label a sample; use method.loss = 'sigmoid'."
+                f"Client {client_round.client.name} has {several} samples with two or more labels, and method.loss = "
+                "'softmax' is for one label per sample; use method.loss = 'sigmoid'."
             )
 
-    def term(self, step: Step, mine: None) -> Tensor:
+    def loss(self, step: TrainStep, round_state: None) -> Tensor:
         present = step.present
         return masked_mean(F.cross_entropy(step.logits, present.argmax(1), reduction="none"), present.sum(1))
 
@@ -66,32 +67,29 @@ class Softmax(Supervision):
         return softmax_of(logits, 1)
 
 
-class Coverage(Part):
+class LabelCoverage(Part):
     """Writes down how many clients of a round had each label."""
 
     name = "coverage"
+    sums = ("coverage",)
 
-    def begin(self, peers: Sequence[Peer]) -> None:
-        empty = [peer.name for peer in peers if not bool(peer.owned.any())]
+    def validate_clients(self, clients: Sequence[ClientInfo]) -> None:
+        empty = [client.name for client in clients if not bool(client.owned.any())]
         if empty:
             raise ConfigError(
                 f"{', '.join(empty[:5])}{f' and {len(empty) - 5} more' if len(empty) > 5 else ''} have no label of "
                 "their own, so there is nothing they could train; leave them out."
             )
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        return Counting()
+    def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
+        return {}  # what it sums is known to the server
 
+    def summands(self, client: ClientInfo, reply: Message) -> Tensors:
+        return {"coverage": client.owned}
 
-class Counting(Merger):
-    count: Tensor | int = 0
-
-    def add(self, peer: Peer, reply: Message) -> None:
-        self.count = self.count + peer.owned.long()
-
-    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
-        assert isinstance(self.count, Tensor)
-        return {}, {"coverage": self.count, "labels_absent": float((self.count == 0).sum())}
+    def update_state(self, state: Tensors, sums: Tensors, round: int) -> tuple[Tensors, Records]:
+        coverage = sums["coverage"].long()
+        return {}, {"coverage": coverage, "labels_absent": float((coverage == 0).sum())}
 
 
 class PrivateFedAvg(Method):
@@ -101,23 +99,24 @@ class PrivateFedAvg(Method):
     setting = ("private labels",)
     up = "of the head only the rows of its labels"
     down = "of the head only the rows of its labels"
-    head = LinearByName
-    parts: ClassVar[tuple[type[Part] | Choice, ...]] = (
-        Coverage,
-        Choice("tuning", {"none": None, "mse": Tuning, "pairwise": Tuning}, "central tuning (Section 4.2)"),
+    head = LinearHeadByName
+    parts: ClassVar[tuple[type[Part] | PartChoice, ...]] = (
+        LabelCoverage,
+        PartChoice("tuning", {"none": None, "mse": CentralTuning, "pairwise": CentralTuning}, "Section 4.2"),
     )
-    average = Choice("labels", {"private": ByLabel, "public": Mean}, "whether clients know their own classes only")
+    average = PartChoice("labels", {"private": PrivatePerLabelAverage, "public": WeightedAverage}, "known classes")
 
     class Options(PartOptions):
         loss: Literal["softmax", "sigmoid"] = option("softmax", "one label a sample, or several")
 
     @classmethod
-    def recipe(cls, options: Any) -> Recipe:
+    def recipe(cls, options: Any) -> MethodRecipe:
         """Sigmoids over the known entries if labels are private; as FedAvg if they are public."""
         private = options.labels == "private"
-        supervision: type[Part] = Softmax if options.loss == "softmax" else Known if private else Absent
-        *parts, average = cls.chosen(options)
-        return Recipe.of(LinearByName if private else Linear, [supervision, *parts], average)
+        sigmoid = MaskedLoss if private else UnknownAsNegative
+        loss: type[Part] = SoftmaxLoss if options.loss == "softmax" else sigmoid
+        *parts, average = cls.selected_parts(options)
+        return MethodRecipe.of(LinearHeadByName if private else LinearHead, [loss, *parts], average)
 
 
 class PrivateFedProx(PrivateFedAvg):
@@ -127,4 +126,4 @@ class PrivateFedProx(PrivateFedAvg):
     setting = ("private labels",)
     up = "of the head only the rows of its labels"
     down = "of the head only the rows of its labels"
-    parts = (Proximal, *PrivateFedAvg.parts)
+    parts = (ProximalTerm, *PrivateFedAvg.parts)

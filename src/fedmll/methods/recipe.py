@@ -1,4 +1,4 @@
-"""The list that a method is: which head, which parts, and whether they can work together."""
+"""A recipe: the head and the parts of a method, and whether they can work together."""
 
 from __future__ import annotations
 
@@ -6,155 +6,158 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedmll import registry
-from fedmll.errors import ConfigError
+from fedmll.config.settings import TrainingSettings
+from fedmll.core import registry
+from fedmll.core.errors import ConfigError
 from fedmll.methods import losses
-from fedmll.methods.contract import Head, Part, Piece, option
-from fedmll.settings import Training
-
-JOBS = {
-    "targets": "how targets are taught",
-    "unknown": "how unknown targets are taught",
-    "views": "which views the network sees",
-    "average": "how the weights are averaged",
-}
-STEP_HOOKS = ("narrow", "shape", "term", "adjust", "stepped", "inputs")  # what a part does in a client's steps
+from fedmll.methods.base import CAPABILITIES, Component, Head, Part, TargetLoss, missing_vectorized, option
 
 
 @dataclass(frozen=True)
-class Choice:
-    """An option of a method that says which part it has, or none: the switches of an ablation."""
+class PartChoice:
+    """An option of a method that selects one of several parts, or none; for example the switches of an ablation."""
 
     option: str
-    parts: Mapping[Any, type[Part] | None]
+    parts: Mapping[Any, type[Part] | None]  # value of the option → part; the first is the default
     meaning: str
 
     @property
     def field(self) -> tuple[Any, Any]:
+        """The type and the pydantic field of the option."""
         values = tuple(self.parts)
         kind = bool if isinstance(values[0], bool) else Literal[values]
         return kind, option(values[0], self.meaning)
 
 
-def switch(name: str, part: type[Part], meaning: str, otherwise: type[Part] | None = None) -> Choice:
-    """On by default."""
-    return Choice(name, {True: part, False: otherwise}, meaning)
+def switch(name: str, part: type[Part], meaning: str, otherwise: type[Part] | None = None) -> PartChoice:
+    """An option that turns a part on (the default) or off, or replaces it by `otherwise`."""
+    return PartChoice(name, {True: part, False: otherwise}, meaning)
 
 
-def stood_on(part: type[Part]) -> list[type[Part]]:
-    """The part after all that it stands on."""
-    return [*dict.fromkeys(deeper for needed in part.requires for deeper in stood_on(needed)), part]
+def with_dependencies(part: type[Part]) -> list[type[Part]]:
+    """The parts that it depends on, and the part itself as the last."""
+    return [*dict.fromkeys(deeper for needed in part.depends_on for deeper in with_dependencies(needed)), part]
 
 
-def refuse_rivals(method: str, pieces: Iterable[type[Piece]]) -> None:
-    """Parts may share an option that is the same; two of one name that are not would hide each other."""
-    seen: dict[str, tuple[type[Piece], str]] = {}
-    for piece in pieces:
-        for name, field in piece.Options.model_fields.items():
-            other, meaning = seen.setdefault(name, (piece, repr(field)))
-            if meaning != repr(field):
+def check_option_names(method: str, components: Iterable[type[Component]]) -> None:
+    """Components of a method may share an option. Two different options of the same name would hide each other."""
+    seen: dict[str, tuple[type[Component], str]] = {}
+    for component in components:
+        for name, field in component.Options.model_fields.items():
+            other, definition = seen.setdefault(name, (component, repr(field)))
+            if definition != repr(field):
                 raise ConfigError(
-                    f"In '{method}' both '{other.name}' and '{piece.name}' have an option '{name}', and they are not "
-                    "the same. Put them together with `compose`, where each has a table of its own."
+                    f"In '{method}' both '{other.name}' and '{component.name}' have an option '{name}', and the two "
+                    "options differ. Combine them with `compose`, where each component has its own table of options."
                 )
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MethodRecipe:
+    """A head and a list of parts that can work together. The part that aggregates the weights is the last."""
+
     head: type[Head]
-    parts: tuple[type[Part], ...]  # the average is the last
+    parts: tuple[type[Part], ...]
 
     @property
-    def pieces(self) -> tuple[type[Piece], ...]:
+    def components(self) -> tuple[type[Component], ...]:
         return (self.head, *self.parts)
 
-    def __post_init__(self) -> None:
-        for job in sorted({job for part in self.parts for job in part.jobs}):
-            rivals = [part.name for part in self.parts if job in part.jobs]
-            if len(rivals) > 1:
-                raise ConfigError(
-                    f"The parts {' and '.join(map(repr, rivals))} cannot work together: {JOBS.get(job, job)} is the "
-                    "job of one part alone. Leave one of them out."
-                )
-        for part in self.parts:
-            lacking = sorted(part.needs - self.head.gives)
-            if lacking:
-                able = sorted(name for name, head in registry.all_of("head").items() if part.needs <= head.gives)
-                raise ConfigError(
-                    f"The part '{part.name}' needs a head with {' and '.join(lacking)}, which '{self.head.name}' has "
-                    f"not; with it go: {', '.join(able)}."
-                )
-        private = next((part.name for part in self.parts if part.private), None)
-        speaks = next((part.name for part in self.parts if part.every_class), None)
-        if private and speaks:
-            raise ConfigError(
-                f"The parts '{private}' and '{speaks}' cannot work together: with the one clients know their own "
-                "classes only, with the other they speak of all. Leave one of them out."
-            )
-        alone = next((part.name for part in self.parts if part.alone), None)
-        common = next((part.name for part in self.parts if part.common), None)
-        if alone and common:
-            raise ConfigError(
-                f"The parts '{alone}' and '{common}' cannot work together: with the one every client has a model of "
-                "its own, the other needs a common one. Leave one of them out."
-            )
-        if not any("targets" in part.jobs for part in self.parts):
-            able = sorted(name for name, part in registry.all_of("part").items() if "targets" in part.jobs)
-            raise ConfigError(f"No part says how targets are taught; add one of {', '.join(able)}.")
-
-    def check(self, training: Training) -> None:
-        """Refuse (ConfigError) settings of training that its parts cannot work with."""
-        self._check_loss(training)
-        if training.together is not None:
-            self._check_together(training)
-
-    def _check_loss(self, training: Training) -> None:
-        """Its parts may leave `training.loss` out, or teach otherwise."""
-        teacher = next(part for part in self.parts if "targets" in part.jobs)
-        setting = f"training.loss = '{training.loss}'"
-        if training.loss != "bce" and teacher.losses == "own":
-            raise ConfigError(f"{setting} would change nothing: the part '{teacher.name}' has its own. Leave it out.")
-        if not losses.for_missing(training.loss):
-            return
-        other = teacher if teacher.losses == "known" else next((p for p in self.parts if "unknown" in p.jobs), None)
-        if other is not None:
-            raise ConfigError(
-                f"{setting} says what unknown targets teach, and the part '{other.name}' says otherwise; they cannot "
-                "work together. Use another loss (bce, weighted, asl), or a method without that part, fedavg say."
-            )
-        if training.loss == "splc" and training.rounds == 1:
-            raise ConfigError(f"{setting} finds missing labels from round 2 on; training.rounds is 1. Raise it.")
-
-    def _check_together(self, training: Training) -> None:
-        """A part may be able to work for one client at a time only."""
-        setting = f"training.together = {training.together}"
-        if training.optimizer_state == "kept":
-            raise ConfigError(f"{setting} needs training.optimizer_state = 'fresh'; leave one of them out.")
-        single = next(iter(self.single), None)
-        if single is not None:
-            methods = registry.all_of("method").items()
-            able = [name for name, m in methods if not m.pooled and not m.recipe(m.Options()).single]
-            raise ConfigError(
-                f"{setting}: the part '{single}' works for one client at a time. Leave the setting out, or use a "
-                f"method without that part; can be trained together: {', '.join(sorted(able))}."
-            )
-
-    @property
-    def single(self) -> list[str]:
-        """The parts that work for one client at a time: what they do in a step is not marked `together`."""
-
-        def marked(part: type[Part]) -> bool:
-            own = (getattr(part, hook) for hook in STEP_HOOKS if getattr(part, hook) is not getattr(Part, hook))
-            return all(getattr(hook, "together", False) for hook in own)
-
-        return [part.name for part in self.parts if not marked(part)]
-
     @classmethod
-    def of(cls, head: type[Head], parts: Iterable[type[Part]], average: type[Part]) -> Recipe:
-        """With the parts that others stand on, each before the first that needs it."""
+    def of(cls, head: type[Head], parts: Iterable[type[Part]], average: type[Part]) -> MethodRecipe:
+        """The recipe of these parts and their dependencies. A dependency stands before the first part that needs it."""
         listed, found = [*parts, average], list[type[Part]]()
         for part in listed:
             if listed.count(part) > 1:
                 raise ConfigError(f"The part '{part.name}' is in the method twice.")
-            found += [needed for needed in stood_on(part) if needed not in found]
+            found += [needed for needed in with_dependencies(part) if needed not in found]
         return cls(head, tuple(found))
+
+    def __post_init__(self) -> None:
+        """Check what the components provide, require and conflict with."""
+        providers: dict[str, list[type[Component]]] = {}
+        for component in self.components:
+            for capability in component.provides:
+                providers.setdefault(capability, []).append(component)
+        for capability, several in sorted(providers.items()):
+            if len(several) > 1:
+                names = " and ".join(repr(component.name) for component in several)
+                raise ConfigError(
+                    f"The parts {names} cannot work together: each of them decides {_described(capability)}, and a "
+                    "method needs one decision. Leave one of them out."
+                )
+        for part in self.parts:
+            for capability in sorted(part.conflicts & providers.keys()):
+                other = providers[capability][0]
+                raise ConfigError(
+                    f"The parts '{other.name}' and '{part.name}' cannot work together: '{other.name}' means that "
+                    f"{CAPABILITIES.get(capability, capability)}, and '{part.name}' does not support that. Leave one "
+                    "of them out."
+                )
+            for capability in sorted(part.requires - providers.keys()):
+                raise ConfigError(
+                    f"The part '{part.name}' requires {_described(capability)}, which neither the head "
+                    f"'{self.head.name}' nor another part provides. Provided by: {_all_providers(capability)}."
+                )
+        if not any(issubclass(part, TargetLoss) for part in self.parts):
+            raise ConfigError(f"No part teaches the targets; add one of {_all_providers('target-loss')}.")
+
+    def check(self, training: TrainingSettings) -> None:
+        """Raise a ConfigError if the parts cannot work with these training settings."""
+        self._check_loss(training)
+        if training.clients_per_batch is not None:
+            self._check_clients_per_batch(training)
+
+    def _check_loss(self, training: TrainingSettings) -> None:
+        target_loss = next(part for part in self.parts if issubclass(part, TargetLoss))
+        setting = f"training.loss = '{training.loss}'"
+        if training.loss != "bce" and target_loss.accepts == "none":
+            raise ConfigError(
+                f"{setting} would change nothing: the part '{target_loss.name}' has its own loss. Leave it out."
+            )
+        if not losses.is_for_missing_labels(training.loss):
+            return
+        other: type[Part] | None = target_loss
+        if target_loss.accepts == "all":
+            other = next((part for part in self.parts if "unknown-targets" in part.provides), None)
+        if other is not None:
+            raise ConfigError(
+                f"{setting} decides what unknown targets teach, and so does the part '{other.name}'; they cannot work "
+                "together. Use another loss (bce, weighted, asl), or a method without that part, for example fedavg."
+            )
+        if training.loss == "splc" and training.rounds == 1:
+            raise ConfigError(f"{setting} finds missing labels from round 2 on, and training.rounds is 1. Raise it.")
+
+    def _check_clients_per_batch(self, training: TrainingSettings) -> None:
+        setting = f"training.clients_per_batch = {training.clients_per_batch}"
+        if training.optimizer_state == "kept":
+            raise ConfigError(f"{setting} needs training.optimizer_state = 'fresh'; leave one of them out.")
+        single = next(iter(self.not_vectorized), None)
+        if single is not None:
+            recipes = {name: entry.default_recipe() for name, entry in registry.all_of("method").items()}
+            able = [name for name, recipe in recipes.items() if recipe is not None and not recipe.not_vectorized]
+            raise ConfigError(
+                f"{setting}: the part '{single}' can train only one client at a time. Leave the setting out, or use a "
+                f"method without that part. Methods that can train several clients at once: {', '.join(sorted(able))}."
+            )
+
+    @property
+    def not_vectorized(self) -> list[str]:
+        """The names of the parts that can train only one client at a time."""
+        return missing_vectorized(self.parts)
+
+    @property
+    def trains(self) -> bool:
+        """Whether clients train in the rounds, or only send statistics."""
+        return not any("rounds" in part.exchanges for part in self.parts)
+
+
+def _described(capability: str) -> str:
+    meaning = CAPABILITIES.get(capability)
+    return f"'{capability}'" if meaning is None else f"{meaning} ('{capability}')"
+
+
+def _all_providers(capability: str) -> str:
+    """The names of all registered heads and parts that provide it."""
+    everything = registry.all_of("head").items() | registry.all_of("part").items()
+    return ", ".join(sorted(name for name, component in everything if capability in component.provides))

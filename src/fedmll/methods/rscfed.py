@@ -1,13 +1,12 @@
 """RSCFed — Liang, Lin, Fu, Zhu and Li, "RSCFed: Random Sampling Consensus Federated Semi-supervised Learning", CVPR
 2022; adapted to missing classes as in the comparison of FedMLP (Sun et al., 2024).
 
-Client   BCE over the known entries + λ · the mean over the missing ones of (p − p')². p' is what an EMA teacher says of
+Client   BCE over the known entries + λ · the mean over the missing ones of (p − p')². p' is an EMA teacher's output for
          a second view: w' ← 0.999 w' + 0.001 w after every step. The teacher is the client's own, starts as the first
          model that the client receives, and is never reset.
 Server   M random groups of K of the round's clients, each without replacement. In a group, with w̄ the plain mean of its
          models and dist_i = Σ over the model's tensors of ‖w_i − w̄‖: weights ∝ n_i exp(−β dist_i / n_i). The weighted
-         mean is the group's sub-consensus model; the global model is the mean of the M. A client in no group is not
-         heard in the round.
+         mean is the group's sub-consensus model; the global model is the mean of the M. Other clients do not count.
 
 Switches: `consistency` (off: the missing entries are left out), `sub_consensus` (off: the average by size). Both off is
 FedAvg-PL. λ is 1 in the comparison, 0.02 in RSCFed's own code.
@@ -23,45 +22,46 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedmll.client import Peer, Step, Work
-from fedmll.errors import ConfigError
-from fedmll.message import Message, Tensors
-from fedmll.methods.contract import Merger, PartOptions, Records, option
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message, Tensors
+from fedmll.core.seeding import numpy_generator
+from fedmll.methods.base import Aggregator, PartOptions, Records, option
+from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.losses import masked_mean
 from fedmll.methods.method import Method, switch
-from fedmll.methods.parts.basic import Known, Mean, WeightedMean
+from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
+from fedmll.methods.parts.disk_buffer import DiskBuffer
 from fedmll.methods.parts.semi_supervised import EmaTeacher, SecondView
-from fedmll.methods.parts.spill import Spill
-from fedmll.seeding import numpy_generator
+from fedmll.methods.parts.target_losses import MaskedLoss
 
 
 class MeanTeacher(SecondView):
     """Where nothing is known: λ times the squared distance to the p of the client's own EMA teacher."""
 
     name = "mean-teacher"
-    jobs = frozenset({"unknown"})
+    provides = frozenset({"unknown-targets"})
 
     class Options(SecondView.Options):
         decay: float = option(0.999, "of the EMA teacher: w' ← decay w' + (1 − decay) w", ge=0, lt=1)
         strength: float = option(1.0, "λ of the consistency", ge=0)
 
-    def prepare(self, work: Work) -> EmaTeacher:
-        work.claimed = True
-        return EmaTeacher(work.client, work.memory(self.name).get("teacher"))
+    def on_round_start(self, client_round: ClientRound) -> EmaTeacher:
+        client_round.unknown_targets_taught = True
+        return EmaTeacher(client_round.client, self.client_state(client_round).get("teacher"))
 
-    def term(self, step: Step, teacher: EmaTeacher) -> Tensor:
+    def loss(self, step: TrainStep, teacher: EmaTeacher) -> Tensor:
         distance = (step.probabilities - self.taught(step, teacher)).square()
         return self.options.strength * masked_mean(distance, 1 - step.known)
 
-    def stepped(self, work: Work, teacher: EmaTeacher) -> None:
+    def on_step_end(self, client_round: ClientRound, teacher: EmaTeacher) -> None:
         teacher.follow(self.options.decay)
 
-    def finish(self, work: Work, teacher: EmaTeacher) -> Tensors:
-        work.memory(self.name)["teacher"] = teacher.vector
+    def on_round_end(self, client_round: ClientRound, teacher: EmaTeacher) -> Tensors:
+        self.client_state(client_round)["teacher"] = teacher.vector
         return {}
 
 
-class SubConsensus(Mean):
+class SubConsensus(WeightedAverage):
     """The mean of the sub-consensus models of random groups: those far from a group's middle count less in it."""
 
     name = "sub-consensus"
@@ -73,30 +73,30 @@ class SubConsensus(Mean):
         )
         sharpness: float = option(0.01, "β of exp(−β dist/n)", ge=0)
 
-    def begin(self, peers: Sequence[Peer]) -> None:
+    def validate_clients(self, clients: Sequence[ClientInfo]) -> None:
         size, participation = self.options.group_size, self.task.experiment.participation
-        present = min(len(peers), participation.count or math.ceil(participation.fraction * len(peers)))
+        present = min(len(clients), participation.count or math.ceil(participation.fraction * len(clients)))
         if size != "half" and size > present:
             raise ConfigError(
                 f"method.group_size = {size} is more than the {present} clients of a round; use at most as many, or "
                 "'half'."
             )
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        return Gathering(self, round)
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
+        return SubConsensusAggregator(self, round)
 
 
-class Gathering(Merger):
+class SubConsensusAggregator(Aggregator):
     """The replies are on disk: a group's models are read twice, and all of them once more."""
 
     def __init__(self, part: SubConsensus, round: int) -> None:
-        self.part, self.round, self.spill = part, round, Spill()
+        self.part, self.round, self.buffer = part, round, DiskBuffer()
 
-    def add(self, peer: Peer, reply: Message) -> None:
-        self.spill.add(peer, reply)
+    def add(self, client: ClientInfo, reply: Message) -> None:
+        self.buffer.add(client, reply)
 
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
-        options, present = self.part.options, len(self.spill)
+        options, present = self.part.options, len(self.buffer)
         size = math.ceil(present / 2) if options.group_size == "half" else min(options.group_size, present)
         generator = numpy_generator(self.part.task.seed, self.round, "sub-consensus groups")
         share = torch.zeros(present, dtype=torch.float64)
@@ -104,20 +104,20 @@ class Gathering(Merger):
             members = generator.choice(present, size, replace=False).tolist()
             share[members] += self.weights(members) / options.groups
         mean = WeightedMean()
-        for (_, reply), weight in zip(self.spill, share.tolist(), strict=True):
+        for (_, reply), weight in zip(self.buffer, share.tolist(), strict=True):
             mean.add(reply.tensors, weight)
-        return mean.result(), {"clients": torch.tensor([peer.index for peer, _ in self.spill]), "share": share}
+        return mean.result(), {"clients": torch.tensor([client.index for client, _ in self.buffer]), "share": share}
 
     def weights(self, members: list[int]) -> Tensor:
         """∝ n_i exp(−β dist_i / n_i) in a group; their sum is 1."""
         middle = WeightedMean()
         for place in members:
-            middle.add({"weights": self.spill[place][1]["weights"]}, 1.0)
+            middle.add({"weights": self.buffer[place][1]["weights"]}, 1.0)
         centre, scores = middle.result()["weights"], []
         for place in members:
-            _, reply = self.spill[place]
-            samples = reply.numbers["samples"]
-            scores.append(math.log(samples) - self.part.options.sharpness * self.distance(reply, centre) / samples)
+            reply = self.buffer[place][1]
+            samples, sharpness = reply.numbers["samples"], self.part.options.sharpness
+            scores.append(math.log(samples) - sharpness * self.distance(reply, centre) / samples)
         return torch.tensor(scores, dtype=torch.float64).softmax(0)
 
     def distance(self, reply: Message, centre: Tensor) -> float:
@@ -132,6 +132,6 @@ class RSCFed(Method):
     paper = "Liang, Lin, Fu, Zhu and Li, CVPR 2022"
     setting = ("partial annotation",)
     remembers = "an EMA teacher: one model"
-    parts = (Known, switch("consistency", MeanTeacher, "with the EMA teacher, on the missing entries"))
-    average = switch("sub_consensus", SubConsensus, "the mean of random groups' weighted means", otherwise=Mean)
+    parts = (MaskedLoss, switch("consistency", MeanTeacher, "with the EMA teacher, on the missing entries"))
+    average = switch("sub_consensus", SubConsensus, "mean of random groups' means", otherwise=WeightedAverage)
     symbols: ClassVar[dict[str, Any]] = {"M": "groups", "K": "group_size", "beta": "sharpness"}

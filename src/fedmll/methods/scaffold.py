@@ -13,38 +13,32 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fedmll.client import Work
-from fedmll.errors import ConfigError
-from fedmll.message import Tensors
-from fedmll.methods.contract import Like, Merger, Part, Sum, together
-from fedmll.methods.expected import LARGEST_GROWTH
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Tensors
+from fedmll.methods.base import Part, Records, TensorSpec, vectorized
+from fedmll.methods.client_round import ClientRound
 from fedmll.methods.method import Method
-from fedmll.task import Task
+from fedmll.methods.reply_spec import LARGEST_GROWTH
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 
 class ControlVariates(Part):
     """Every gradient + c − c_i (Eq. 3–5)."""
 
     name = "control-variates"
-    every_class = True
-    common = True
+    conflicts = frozenset({"private-labels", "local-models"})
     sends = ("c",)
-
-    def __init__(self, task: Task, options: Any, beside: Mapping[str, type[Part]]) -> None:
-        super().__init__(task, options, beside)
-        self.clients = task.clients  # N
+    sums = ("change",)
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         training = experiment.training
         if training.optimizer != "sgd" or training.momentum:
             now = "momentum" if training.optimizer == "sgd" else f"'{training.optimizer}'"
@@ -54,34 +48,34 @@ class ControlVariates(Part):
                 "training.momentum = 0."
             )
 
-    def start(self) -> Tensors:
+    def initial_state(self) -> Tensors:
         return {"c": torch.zeros(self.weights.parameter_end)}
 
-    def prepare(self, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+    def on_round_start(self, client_round: ClientRound) -> tuple[Tensor, Tensor, Tensor]:
         """c, c_i and w_g."""
-        c = work.received(self.name)["c"]
-        own = work.memory(self.name).get("c", torch.zeros_like(c))
-        return c, own, work.client.weights.parameter_vector.clone()
+        c = self.received(client_round)["c"]
+        own = self.client_state(client_round).get("c", torch.zeros_like(c))
+        return c, own, client_round.weights.parameter_vector.clone()
 
-    @together
-    def adjust(self, work: Work, mine: tuple[Tensor, Tensor, Tensor]) -> None:
-        c, own, _ = mine
-        work.client.weights.add_gradient(c - own)
+    @vectorized
+    def on_gradients(self, client_round: ClientRound, round_state: tuple[Tensor, Tensor, Tensor]) -> None:
+        c, own, _ = round_state
+        client_round.weights.add_gradient(c - own)
 
-    def finish(self, work: Work, mine: tuple[Tensor, Tensor, Tensor]) -> Tensors:
-        c, own, start = mine
-        moved = start - work.client.weights.parameter_vector
-        change = moved / (work.steps * self.task.experiment.training.lr) - c
-        work.memory(self.name)["c"] = own + change
+    def on_round_end(self, client_round: ClientRound, round_state: tuple[Tensor, Tensor, Tensor]) -> Tensors:
+        c, own, start = round_state
+        moved = start - client_round.weights.parameter_vector
+        change = moved / (client_round.steps * self.task.experiment.training.lr) - c
+        self.client_state(client_round)["c"] = own + change
         return {"change": change}
 
-    def expects(self, sent: Tensors, round: int) -> dict[str, Like]:
+    def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
         """No longer than what the weights that are believed allow in one step."""
         longest = (LARGEST_GROWTH + 1) * (1 + float(sent["weights"].norm())) / self.task.experiment.training.lr
-        return {"change": Like(tuple(sent["c"].shape), norm=longest + float(sent["c"].norm()))}
+        return {"change": TensorSpec(tuple(sent["c"].shape), norm=longest + float(sent["c"].norm()))}
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger:
-        return Sum("change", lambda total: {"c": (state["c"] + total / self.clients).float()})
+    def update_state(self, state: Tensors, sums: Tensors, round: int) -> tuple[Tensors, Records]:
+        return {"c": (state["c"] + sums["change"] / self.task.clients).float()}, {}
 
 
 class Scaffold(Method):

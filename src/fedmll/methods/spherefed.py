@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.client import Step
-from fedmll.errors import ConfigError
-from fedmll.message import Tensors
-from fedmll.methods.contract import Head, Merger, Part, PartOptions, Records, option, together
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Tensors
+from fedmll.core.processes import single_thread
+from fedmll.methods.base import Aggregator, Head, PartOptions, Records, TargetLoss, option, vectorized
+from fedmll.methods.client_round import TrainStep
 from fedmll.methods.losses import masked_mean
 from fedmll.methods.method import Method, switch
-from fedmll.methods.parts.ridge import FromSums, Summing
+from fedmll.methods.parts.ridge_head import FeatureSumsAggregator, HeadFromSums
 from fedmll.models.backbones import Backbone
-from fedmll.models.heads import orthonormal
+from fedmll.models.class_attention import orthonormal
 from fedmll.models.network import CLASSIFIER_ROWS, Network
-from fedmll.threads import one_thread
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 CLASSIFIER = "classifier"
 
@@ -57,14 +57,14 @@ class SphereNetwork(Network):
         return {CLASSIFIER_ROWS: self.classifier}
 
 
-class Sphere(Head):
+class SphereHead(Head):
     """Features on the unit sphere, a fixed classifier with orthonormal rows."""
 
     name = "sphere"
-    gives = frozenset({"sphere"})
+    provides = frozenset({"unit-features"})
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         if experiment.model.freeze == "backbone" and experiment.model.width is None:
             raise ConfigError(
                 "With model.freeze = 'backbone' and a fixed classifier (SphereFed) nothing is left to train. Set "
@@ -83,44 +83,43 @@ class Sphere(Head):
         return SphereNetwork(backbone, torch.from_numpy(rows.copy()).float())
 
 
-class SquaredError(Part):
+class SquaredError(TargetLoss):
     """(s − y)² of the scores s = z/4 + ½, the mean over the entries whose target is known."""
 
     name = "squared-error"
-    jobs = frozenset({"targets"})
 
-    @together
-    def term(self, step: Step, mine: None) -> Tensor:
+    @vectorized
+    def loss(self, step: TrainStep, round_state: None) -> Tensor:
         scores = step.logits / 4 + 0.5
         return masked_mean((scores - step.present).square(), step.known)
 
 
-class Calibration(FromSums):
+class ClassifierCalibration(HeadFromSums):
     """The classifier is fitted to all clients' features, after the last round."""
 
     name = "calibration"
-    needs = frozenset({"sphere"})
+    requires = frozenset({"unit-features"})
     exchanges = frozenset({"closing"})
     unit = True
 
     class Options(PartOptions):
         eps: float = option(1e-4, "ε of the calibration, relative to n", gt=0)
 
-    def merger(self, state: Tensors, round: int, beside: Mapping[str, Merger]) -> Merger | None:
-        return Calibrating(self) if self.asked(round) else None
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
+        return CalibrationAggregator(self) if self.asked(round) else None
 
 
-class Calibrating(Summing):
-    @one_thread()
+class CalibrationAggregator(FeatureSumsAggregator):
+    @single_thread()
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
         place = self.part.weights.layout[CLASSIFIER]
         weights = merged["weights"].clone()
         rows = weights[place.where].view(place.shape)
         for number, gram in enumerate(self.grams):
-            count, mine = gram[-1, -1], self.of == number
+            count, round_state = gram[-1, -1], self.of == number
             if float(count) > 0:  # a class of which nobody knows anything keeps its row
                 ridge = self.part.options.eps * count * torch.eye(len(gram) - 1, dtype=gram.dtype)
-                rows[mine] = torch.linalg.solve(gram[:-1, :-1] + ridge, self.cross[mine, :-1].T).T.float()
+                rows[round_state] = torch.linalg.solve(gram[:-1, :-1] + ridge, self.cross[round_state, :-1].T).T.float()
         merged["weights"] = weights
         return {}, {}
 
@@ -133,5 +132,5 @@ class SphereFed(Method):
     up = "once, in the end: second moments of its features"
     down = ""
     remembers = ""
-    head = Sphere
-    parts = (SquaredError, switch("calibrated", Calibration, "the closed-form classifier after the last round"))
+    head = SphereHead
+    parts = (SquaredError, switch("calibrated", ClassifierCalibration, "closed-form classifier at the end"))

@@ -13,11 +13,11 @@ private-fedavg.
 """
 
 from fedmll.methods.method import Method
-from fedmll.methods.parts.basic import Known
-from fedmll.methods.parts.by_label import ByOwner
+from fedmll.methods.parts.per_label_average import PerLabelAverage
+from fedmll.methods.parts.target_losses import MaskedLoss
 
 
-class SurgicalAverage(ByOwner):
+class SurgicalAverage(PerLabelAverage):
     """The representation is averaged over all, the row of a class over the clients that annotate it."""
 
     name = "surgical"
@@ -31,5 +31,5 @@ class Surgical(Method):
     up = ""
     down = ""
     remembers = ""
-    parts = (Known,)
+    parts = (MaskedLoss,)
     average = SurgicalAverage

@@ -1,11 +1,12 @@
 """C-Tran (Lanchantin et al., 2021): image tokens and label tokens in one transformer encoder.
 
-A label token is the label's embedding plus that of its state: unknown (zero), negative or positive. So the model
-predicts labels from the image and from whatever other labels are known.
+A label token is the embedding of the label plus the embedding of its state: unknown (zero), negative or positive. The
+model thus predicts labels from the image and from all labels that are known.
 
-Every token sees all S + C of them: C² of the work is labels that see labels. With m inducing tokens (as in the Set
-Transformer, Lee et al., 2019) it grows with C: in each layer they read the labels' tokens, and then everybody sees the
-image's and them. They are learned, and tokens of the encoder like all others, with the same weights in its layers.
+Each token attends to all S + C tokens, so the cost grows with C². With m inducing tokens (as in the Set Transformer,
+Lee et al., 2019) it grows with C: in each layer the inducing tokens attend to the label tokens, and then all tokens
+attend to the image tokens and the inducing tokens. Inducing tokens are learned and use the same layers as all other
+tokens.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedmll.models.backbones import Backbone
-from fedmll.models.heads import Attention, dropout, per_label
+from fedmll.models.class_attention import Attention, dropout, per_label
 from fedmll.models.network import CLASSIFIER_ROWS, Network
 
 
 @dataclass(frozen=True)
 class LabelEmbeddings:
-    """Frozen embeddings of the labels (classes, width) and of the states negative and positive (2, width); what is None
-    is learned."""
+    """Frozen embeddings of the labels (classes, width) and of the states negative and positive (2, width).
+
+    None: the embeddings are learned.
+    """
 
     labels: Tensor | None
     states: Tensor | None
 
 
 class EncoderLayer(nn.Module):
-    """torch's TransformerEncoderLayer (post-norm, ReLU), where only the tokens that are asked for are computed."""
+    """torch's TransformerEncoderLayer (post-norm, ReLU), which computes only the requested tokens."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -41,7 +44,7 @@ class EncoderLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, queries: Tensor, tokens: Tensor) -> Tensor:
-        """The outputs of the tokens `queries`, which see all `tokens`."""
+        """The outputs for `queries`, which attend to all `tokens`."""
         x = self.norm1(queries + self._dropped(self.attention(queries, tokens)))
         change = self.out(self._dropped(F.relu(self.hidden(x))))
         out: Tensor = self.norm2(x + self._dropped(change))
@@ -52,7 +55,7 @@ class EncoderLayer(nn.Module):
 
 
 class CTran(Network):
-    """With `embeddings` these are frozen (never sent, never averaged); without, they are learned."""
+    """C-Tran. Given `embeddings` are frozen (never sent, never averaged); without them, embeddings are learned."""
 
     labels: Tensor
     states: Tensor
@@ -80,30 +83,36 @@ class CTran(Network):
                 self.register_parameter(name, nn.Parameter(_uniform(width, count, width)))
             else:
                 self.register_buffer(name, given, persistent=False)
-        # drawn last, so that everything else starts as without them
+        # drawn last, so that all other initial values are the same as without them
         self.inducing = None if inducing is None else nn.Parameter(_uniform(width, inducing, width))
 
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
-        """The labels' tokens (batch, classes, width) as they come out. `states` None: all unknown."""
-        labels, seen = self._last(self.tokens(images), states)
-        found: Tensor = self.layers[-1](labels, seen)  # nobody asks for the image's tokens any more
+        """The output label tokens (batch, classes, width). Without `states`, all labels are unknown."""
+        labels, seen = self._last_layer_input(self.tokens(images), states)
+        found: Tensor = self.layers[-1](labels, seen)  # the image tokens are not needed any more
         return found
 
-    def _last(self, image_map: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the last layer has to do with: the labels' tokens (batch, classes, width), and what they see: first the
-        image's tokens (batch, S, width), then the labels' or the inducing ones."""
+    def _last_layer_input(self, image_map: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The input of the last layer: the label tokens (batch, classes, width), and the tokens they attend to.
+
+        The latter are first the image tokens (batch, S, width), then the label tokens or the inducing tokens.
+        """
         image_tokens = image_map.flatten(2).transpose(1, 2)
         tokens: Tensor = self.norm(torch.cat([image_tokens, self.label_tokens(states, image_map.shape[0])], dim=1))
         inducing = None if self.inducing is None else self.norm(self.inducing)
         for layer in self.layers[:-1]:
-            seen, inducing = self._seen(layer, tokens, inducing)
+            seen, inducing = self._attended_tokens(layer, tokens, inducing)
             tokens = layer(tokens, seen)
-        seen, _ = self._seen(self.layers[-1], tokens, inducing)
+        seen, _ = self._attended_tokens(self.layers[-1], tokens, inducing)
         return tokens[:, -len(self.labels) :], seen
 
-    def _seen(self, layer: nn.Module, tokens: Tensor, inducing: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What all `tokens` see in a layer: each other; or the image's and the inducing tokens, which read the labels
-        first."""
+    def _attended_tokens(
+        self, layer: nn.Module, tokens: Tensor, inducing: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens that all `tokens` attend to in a layer.
+
+        These are the tokens themselves, or the image tokens and the inducing tokens, which attend to the labels first.
+        """
         if inducing is None:
             return tokens, None
         classes = len(self.labels)
@@ -124,10 +133,12 @@ class CTran(Network):
         return {"label embeddings": self.labels, CLASSIFIER_ROWS: self.weight}
 
     def class_maps(self, images: Tensor) -> Tensor:
-        """Where each label's token looks in the image, in the last layer and with nothing known of the labels. What a
-        map lacks of 1 goes to the labels' tokens, or to the inducing ones."""
+        """The attention of each label token to the image in the last layer, with all labels unknown.
+
+        A map sums to less than 1; the rest is attention to the label tokens or the inducing tokens.
+        """
         image_map = self.tokens(images)
-        labels, seen = self._last(image_map, None)
+        labels, seen = self._last_layer_input(image_map, None)
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
         weights = last.attention.weights(labels, seen)

@@ -1,18 +1,18 @@
-"""What a method trains: a backbone and a head. Features and logits are two steps, so that both are computed once."""
+"""`Network`: a backbone and a head. Features and logits are separate steps, so that each is computed once."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fedmll.errors import ConfigError
+from fedmll.core.errors import ConfigError
 from fedmll.models.backbones import Backbone
-from fedmll.models.frozen import as_map, pooled, tokens_of
+from fedmll.models.frozen_features import as_map, compute_tokens, pool_tokens
 
-CLASSIFIER_ROWS = "classifier rows"  # among a network's class vectors
+CLASSIFIER_ROWS = "classifier rows"  # a key of Network.class_vectors
 
 
 class Network(nn.Module):
-    """`features` are (batch, width), or (batch, classes, width) where every class reads its own."""
+    """The base of all models. `features` are (batch, width), or (batch, classes, width) with one feature per class."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -23,22 +23,26 @@ class Network(nn.Module):
         return self.backbone.width
 
     def tokens(self, images: Tensor) -> Tensor:
-        """(batch, width, rows, columns) of images, or of tokens that were kept."""
-        if self.backbone.means_kept and images.dim() == 2:
+        """Tokens (batch, width, rows, columns) from images or from stored tokens."""
+        if self.backbone.stores_means and images.dim() == 2:
             raise ConfigError(
-                "Of a frozen backbone only the means of the tokens are kept where the head pools them, and something "
-                "asks for the tokens: give the head a features() of its own, or leave model.freeze out."
+                "Only the means of the frozen backbone's tokens were stored, because the head uses means, but the "
+                "tokens are "
+                "needed: give the network its own features(), or leave model.freeze out."
             )
-        tokens = tokens_of(self.backbone, images)
+        tokens = compute_tokens(self.backbone, images)
         return tokens if tokens.dim() == 4 else as_map(tokens)
 
     def features(self, images: Tensor, states: Tensor | None = None) -> Tensor:
-        """`states` (batch, classes) are what is known of the labels (1, 0, -1 unknown), for heads that can use it."""
-        return pooled(tokens_of(self.backbone, images))
+        """The features of images.
+
+        `states` (batch, classes) are known labels (1, 0, -1 unknown), for heads that use them.
+        """
+        return pool_tokens(compute_tokens(self.backbone, images))
 
     @property
-    def pools(self) -> bool:
-        """Whether its features need nothing of the tokens but their mean: a class that has its own says so itself."""
+    def uses_mean_features(self) -> bool:
+        """Whether the features need only the mean of the tokens. A subclass with its own `features` overrides this."""
         return type(self).features is Network.features
 
     def logits(self, features: Tensor) -> Tensor:
@@ -47,19 +51,20 @@ class Network(nn.Module):
     def forward(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         return self.logits(self.features(images, states))
 
-    # ---- for pictures
+    # For figures
 
     def class_vectors(self) -> dict[str, Tensor]:
-        """What the head itself has of every class, by what it is: (classes, width)."""
+        """Vectors of the head, one per class: description → (classes, width)."""
         return {}
 
     def class_maps(self, images: Tensor) -> Tensor | None:
-        """Where each class looks, for heads that attend: (batch, heads, classes, rows, columns), shares of 1."""
+        """Attention maps per class, for heads with attention: (batch, heads, classes, rows, columns); each sums to
+        1."""
         return None
 
 
 class Classifier(Network):
-    """Mean over the tokens, linear head: what FedAvg and its family train."""
+    """A linear head on the mean of the tokens, as in FedAvg."""
 
     def __init__(self, backbone: Backbone, classes: int) -> None:
         super().__init__(backbone)

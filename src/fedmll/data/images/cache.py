@@ -1,20 +1,20 @@
-"""The cache of prepared images: each set is made once, kept as one memory-mapped `.npy`, and shared by all processes.
+"""The cache of prepared images: each set is prepared once, stored as one `.npy` file and memory-mapped by all
+processes.
 
-It lives in `$FEDMLL_CACHE`, else in `~/.cache/fedmll`, or (a site of a real federation) in the site's own folder;
-deleting it only costs the time to build it again.
-A file there is complete or absent: it is written under another name, by one process at a time, and renamed when done.
+The cache is in `$FEDMLL_CACHE`, by default `~/.cache/fedmll`; a site of a real federation uses the site's own folder.
+It can be deleted: it is then built again. A file in it is always complete: one process at a time writes it under
+another name and renames it at the end.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import DataError
+from fedmll.core.files import atomic_replace, file_lock, write_atomic
 from fedmll.data.dataset import mapped_file
-from fedmll.errors import DataError
-from fedmll.files import replacing, write
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Called as `progress(done, total, what)`, e.g. `progress(1024, 8208, "decoding images")`."""
@@ -32,38 +32,38 @@ Progress: TypeAlias = Callable[[int, int, str], None]
 Shape: TypeAlias = tuple[int, int, int, int]
 Fill: TypeAlias = Callable[[NDArray[Any]], None]
 
-RAM_LIMIT = 64 * 2**20  # larger arrays are mapped from the cache, so that all processes share one copy
-LAYOUT_VERSION = 2  # part of every key: a change of how images are prepared must not find the old ones
+MEMORY_LIMIT = 64 * 2**20  # bytes; larger arrays are mapped from the cache, so that all processes share one copy
+LAYOUT_VERSION = 2  # part of each key, so that images prepared by an older version are not used
 
 
-def silent(done: int, total: int, what: str) -> None:
-    """A progress that shows nothing."""
+def no_progress(done: int, total: int, what: str) -> None:
+    """A progress callback that shows nothing."""
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get("FEDMLL_CACHE") or "~/.cache/fedmll").expanduser()
 
 
-_own_folder: ContextVar[Path | None] = ContextVar("_own_folder", default=None)
+_separate_folder: ContextVar[Path | None] = ContextVar("_separate_folder", default=None)
 
 
 def image_folder() -> Path:
-    """Where prepared images lie: in the cache folder, or where `images_in` says."""
-    return _own_folder.get() or cache_folder()
+    """The folder of prepared images: the cache folder, or the folder of `image_cache_in`."""
+    return _separate_folder.get() or cache_folder()
 
 
 @contextmanager
-def images_in(folder: Path) -> Iterator[None]:
-    """Meanwhile prepared images are kept in a folder of their own, which can be shut to others and removed."""
-    token = _own_folder.set(folder)
+def image_cache_in(folder: Path) -> Iterator[None]:
+    """Keep prepared images in a separate folder during the block, so that it can be private and can be removed."""
+    token = _separate_folder.set(folder)
     try:
         yield
     finally:
-        _own_folder.reset(token)
+        _separate_folder.reset(token)
 
 
 def content_key(*parts: object) -> str:
-    """A name for what is prepared from exactly these parts; arrays count with their contents, type and shape."""
+    """A cache key for something prepared from exactly these parts; arrays count with contents, type and shape."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (LAYOUT_VERSION, *parts):
         if isinstance(part, np.ndarray):
@@ -75,24 +75,25 @@ def content_key(*parts: object) -> str:
 
 
 def store_key(store: NDArray[np.uint8]) -> str:
-    """The key of an image store. A store of the cache has it in its name already, and need not be read again."""
-    if (own := getattr(store, "key", None)) is not None:  # of images that are decoded when they are asked for
+    """The cache key of an image store. A store in the cache has the key as its file name and is not read again."""
+    if (own := getattr(store, "key", None)) is not None:  # images that are decoded on demand
         return str(own)
     path = mapped_file(store)
     return path.stem if path is not None and path.parent == image_folder() else content_key(store)
 
 
-def cached(
-    key: str, prepare: Callable[[], tuple[tuple[int, ...], Fill]], progress: Progress = silent,
+def cached_array(
+    key: str, prepare: Callable[[], tuple[tuple[int, ...], Fill]], progress: Progress = no_progress,
     what: str = "preparing images", kind: Any = np.uint8,
 ) -> NDArray[Any]:  # fmt: skip
-    """The array called `key`, mapped. If it is not there, prepare() says its shape and how to fill it in."""
+    """The memory-mapped array with this key; if it does not exist, `prepare()` returns its shape and a function to
+    fill it."""
     path = image_folder() / f"{key}.npy"
     images = _mapped(path, kind)
     if images is not None:
         return images
-    with alone(path, lambda: progress(0, 1, f"{what}: waiting for another process that does the same")):
-        images = _mapped(path, kind)  # the process that we waited for has made it
+    with _locked(path, lambda: progress(0, 1, f"{what}: waiting for another process that does the same work")):
+        images = _mapped(path, kind)  # another process may have built it in the meantime
         if images is None:
             _build(path, *prepare(), kind)
             images = _mapped(path, kind)
@@ -101,37 +102,37 @@ def cached(
     return images
 
 
-def remembered(key: str, make: Callable[[], dict[Any, Any]]) -> dict[str, Any]:
-    """A few facts about images under a key of their own; make() finds them out if they are not there."""
+def cached_json(key: str, make: Callable[[], dict[Any, Any]]) -> dict[str, Any]:
+    """Stored facts about images; `make()` computes them if they do not exist."""
     path = image_folder() / f"{key}.json"
     facts = _read_facts(path)
     if facts is None:
-        with alone(path, lambda: None):
-            facts = _read_facts(path)  # the process that we waited for has found them
+        with _locked(path):
+            facts = _read_facts(path)  # another process may have computed them in the meantime
             if facts is None:
-                facts = remember(key, make())
+                facts = store_json(key, make())
     return facts
 
 
-def remember(key: str, facts: dict[Any, Any]) -> dict[str, Any]:
+def store_json(key: str, facts: dict[Any, Any]) -> dict[str, Any]:
     text = json.dumps(facts)
-    write(image_folder() / f"{key}.json", text)
+    write_atomic(image_folder() / f"{key}.json", text)
     return dict(json.loads(text))
 
 
-def in_ram_or_cached(
-    key: Callable[[], str], shape: Shape, fill: Fill, progress: Progress = silent, what: str = "preparing images"
+def in_memory_or_cached(
+    key: Callable[[], str], shape: Shape, fill: Fill, progress: Progress = no_progress, what: str = "preparing images"
 ) -> NDArray[np.uint8]:
-    """Small arrays are simply filled in memory; the key is worked out only for those that are cached."""
-    if math.prod(shape) > RAM_LIMIT:
-        return cached(key(), lambda: (shape, fill), progress, what)
+    """An array in memory if it is small, otherwise in the cache; the key is computed only for the cache."""
+    if math.prod(shape) > MEMORY_LIMIT:
+        return cached_array(key(), lambda: (shape, fill), progress, what)
     images = np.zeros(shape, dtype=np.uint8)
     fill(images)
     return images
 
 
 def _mapped(path: Path, kind: Any) -> NDArray[Any] | None:
-    """The array of a good file; None if there is none, or one that was cut short by a failing disk."""
+    """The array of a complete file; None if it does not exist or is truncated."""
     try:
         images = np.load(path, mmap_mode="r", allow_pickle=False)
     except (FileNotFoundError, ValueError, EOFError):
@@ -152,40 +153,35 @@ def _read_facts(path: Path) -> dict[str, Any] | None:
 
 def _build(path: Path, shape: tuple[int, ...], fill: Fill, kind: Any) -> None:
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
-        leftover.unlink(missing_ok=True)  # we hold the lock, so whoever wrote this was killed
+        leftover.unlink(missing_ok=True)  # we hold the lock, so the process that wrote this was killed
     needed, free = math.prod(shape) * np.dtype(kind).itemsize, shutil.disk_usage(path.parent).free
-    if needed > free:  # asked beforehand: writing to a mapped file on a full disk kills the process
+    if needed > free:  # checked first: writing to a mapped file on a full disk kills the process
         raise DataError(
             f"The prepared images need {needed / 2**20:,.0f} MB and the cache folder '{path.parent}' has "
-            f"{free / 2**20:,.0f} MB free. Make room, choose a smaller image size, or {_elsewhere()} on a larger disk."
+            f"{free / 2**20:,.0f} MB free. Free some space, choose a smaller image size, or {_how_to_move()} on a "
+            "larger disk."
         )
-    with replacing(path) as temporary:
+    with atomic_replace(path) as temporary:
         images = np.lib.format.open_memmap(temporary, mode="w+", dtype=kind, shape=shape)
         fill(images)
         images.flush()
 
 
 @contextmanager
-def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Only one process at a time prepares `path`. The system frees the lock of a process that is killed."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # The empty lock file stays: removing it would let a third process lock a new one while a second still waits.
-        lock = path.with_suffix(".lock").open("a")
-    except OSError as error:
-        raise _unusable(path.parent, error) from None
-    with lock:
+def _locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let only one process at a time prepare `path`."""
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(file_lock(path.with_suffix(".lock"), on_wait=on_wait))
+        except OSError as error:
+            raise _unusable(path.parent, error) from None
         yield
 
 
 def _unusable(folder: Path, error: OSError) -> DataError:
-    return DataError(f"The cache '{folder}' cannot be used ({error.strerror}): {_elsewhere()} that you can write to.")
+    return DataError(f"The cache '{folder}' cannot be used ({error.strerror}): {_how_to_move()} that you can write to.")
 
 
-def _elsewhere() -> str:
-    return "set FEDMLL_CACHE to a folder" if _own_folder.get() is None else "give --memory a folder"
+def _how_to_move() -> str:
+    return "set FEDMLL_CACHE to a folder" if _separate_folder.get() is None else "give --state-dir a folder"

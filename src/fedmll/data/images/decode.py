@@ -1,9 +1,9 @@
-"""Image files into one uint8 array (N, channels, height, width): decoded, scaled and resized once, then cached.
+"""Decode image files into one uint8 array (N, channels, height, width): decoded, scaled and resized once, then cached.
 
-Samples of more than 8 bits (16-bit PNG and TIFF) are scaled by one window for the whole set, so that images stay
-comparable: the values from low to high become 0 to 255, those outside are clipped. Unless a window is given it is
-0 … 2^b − 1 with the smallest number b of bits, 8 to 16, that holds the largest value of the set: scanners write 12 bits
-into 16. Nothing says what is white in 32-bit samples: they need a window.
+Pixels of more than 8 bits (16-bit PNG and TIFF) are scaled by one window for the whole set, so that images stay
+comparable: the values from low to high become 0 to 255, values outside are clipped. The default window is 0 … 2^b − 1,
+where b is the smallest number of bits (8 to 16) that holds the largest value of the set, because scanners write 12 bits
+into 16. For 32-bit pixels the white value is unknown, so they need a window.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fedmll.config.settings import ReadingOptions
+from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.images import dicom
 from fedmll.data.images.cache import (
     Progress,
     Shape,
-    cached,
+    cached_array,
+    cached_json,
     content_key,
-    in_ram_or_cached,
-    remember,
-    remembered,
-    silent,
+    in_memory_or_cached,
+    no_progress,
+    store_json,
 )
-from fedmll.errors import ConfigError, DataError
-from fedmll.settings import Reading
 
-LARGEST_NATIVE_SIDE = 128  # images of one size up to this keep it
-DEFAULT_SIDE = 112  # all others become squares of this side, unless a size is given
-CHUNK = 256  # images a thread takes at a time
+LARGEST_NATIVE_SIDE = 128  # images that all have one size up to this keep it
+DEFAULT_SIDE = 112  # other images become squares of this side by default
+CHUNK = 256  # images per thread and task
 
 GREY_MODES = ("1", "L", "LA", "I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 WIDE_MODES = ("I", "F")  # 32-bit samples
@@ -44,13 +44,13 @@ WHITE_16_BIT = 65535.0
 
 Result = TypeVar("Result")
 Size: TypeAlias = int | tuple[int, int] | None
-"""What images are resized to: the side of a square, or height and width; None keeps or chooses it."""
+"""The size to resize images to: the side of a square, or (height, width); None: from the data."""
 Window: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """Image files that are not decoded yet: on disk, or inside a packed file."""
+    """Image files that are not decoded yet, on disk or inside a packed file."""
 
     count: int
     read: Callable[[int], Path | bytes]
@@ -58,64 +58,66 @@ class EncodedImages:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a first look at all files finds: their headers, and the range of those with more than 8 bits a sample."""
+class ImageScan:
+    """The result of reading all headers, and the value range of images with more than 8 bits per pixel."""
 
-    grey: bool  # every one that can be opened
+    grey: bool  # all readable images are grey
     smallest: tuple[int, int]  # height and width, by area
     largest: tuple[int, int]
     same_size: bool
-    deep: int = 0  # images of 16 bits
-    brightest: int = 0  # the largest value in them
-    wide: list[int] = field(default_factory=list)  # images of 32 bits
+    deep: int = 0  # number of 16-bit images
+    brightest: int = 0  # their largest value
+    wide: list[int] = field(default_factory=list)  # positions of 32-bit images
     wide_range: tuple[float, float] = (0.0, 0.0)
     unreadable: dict[int, str] = field(default_factory=dict)  # position → reason
 
     def sides(self, size: Size) -> tuple[int, int]:
-        """Height and width that the images are to have."""
+        """Height and width after resizing."""
         chosen = height_and_width(size)
         if chosen is not None:
             return chosen
         native = self.same_size and max(self.largest) <= LARGEST_NATIVE_SIDE
         return self.largest if native else (DEFAULT_SIDE, DEFAULT_SIDE)
 
-    def window(self, reading: Reading) -> Window | None:
-        """The window for images with more than 8 bits; None if there are none (or only such that need one given)."""
+    def window(self, reading: ReadingOptions) -> Window | None:
+        """The window for images with more than 8 bits; None if there are no such images, or only 32-bit ones without
+        a window."""
         if reading.window is not None:
             if not self.deep and not self.wide:
                 raise ConfigError(
-                    f"{reading.setting('window')} is for images with more than 8 bits a pixel, and these have 8. Leave "
+                    f"{reading.setting('window')} is for images with more than 8 bits per pixel, and these have 8. "
+                    "Leave "
                     "it out."
                 )
             return reading.window
         return (0.0, float(2 ** max(8, self.brightest.bit_length()) - 1)) if self.deep else None
 
-    def refused(self, reading: Reading) -> dict[int, str]:
-        """The images that cannot be used, and why."""
+    def rejected(self, reading: ReadingOptions) -> dict[int, str]:
+        """The images that cannot be used, with the reason."""
         if reading.window is not None or not self.wide:
             return dict(self.unreadable)
         proposed = reading.how_to_set("window", [float(f"{value:g}") for value in self.wide_range])
         first, *others = self.wide
-        reasons = {first: f"32-bit pixels: say what is black and white, all values are in {proposed}"}
-        return self.unreadable | reasons | dict.fromkeys(others, "32-bit pixels too")
+        reasons = {first: f"32-bit pixels: say which values are black and white; all values are in {proposed}"}
+        return self.unreadable | reasons | dict.fromkeys(others, "32-bit pixels")
 
     def notes(self, sides: tuple[int, int], window: Window | None) -> tuple[str, ...]:
-        """What the user should know."""
+        """Notes for the user."""
         notes = []
         if not self.same_size or self.largest != sides:
-            had = _shown(self.largest)
+            had = _format_sides(self.largest)
             if not self.same_size:
-                had = f"from {_shown(self.smallest)} to {had}"
+                had = f"from {_format_sides(self.smallest)} to {had}"
             setting = sides[0] if sides[0] == sides[1] else list(sides)
-            notes.append(f"images: {had} resized to {_shown(sides)} (data.size = {setting})")
+            notes.append(f"images: {had} resized to {_format_sides(sides)} (data.size = {setting})")
         return (*notes, *window_note(window))
 
 
 @dataclass(frozen=True)
-class Decoded:
-    store: NDArray[np.uint8]  # what could not be decoded is black
+class DecodedImages:
+    store: NDArray[np.uint8]  # images that could not be decoded are black
     unreadable: dict[int, str]  # position → reason
-    window: Window | None  # that was used for samples of more than 8 bits
+    window: Window | None  # used for pixels of more than 8 bits
     notes: tuple[str, ...]
 
 
@@ -133,23 +135,29 @@ def decoded_images(
     key: str,
     encoded: Callable[[], EncodedImages],
     size: Size,
-    reading: Reading | None = None,
-    progress: Progress = silent,
-) -> Decoded:
-    """All images as one mapped array; `encoded` is called only when they are not in the cache under `key`.
+    reading: ReadingOptions | None = None,
+    progress: Progress = no_progress,
+) -> DecodedImages:
+    """All images as one memory-mapped array with one channel if all files are grey, otherwise three.
 
-    size   what they are resized to. None: their own size if all have the same, of at most 128 pixels a side; otherwise
-           112 × 112. There is one channel if every file is grey, else three.
-    A file that cannot be decoded does not stop the others; who calls says whether it is an error.
+    A file that cannot be decoded does not stop the others; the caller decides whether it is an error.
+
+    Args:
+        key: the cache key of the images.
+        encoded: returns the encoded images; called only if they are not in the cache.
+        size: the size to resize to. None: the images' own size if all have the same size of at most 128 pixels per
+            side, otherwise 112 × 112.
+        reading: how the user's images are read.
+        progress: called with the number of images.
     """
-    reading = reading or Reading()
+    reading = reading or ReadingOptions()
 
-    def look() -> dict[str, object]:
-        return asdict(look_at(encoded(), progress))
+    def scan_as_json() -> dict[str, object]:
+        return asdict(scan_images(encoded(), progress))
 
-    found = _look_from(remembered(content_key(key, "look"), look))
-    window, sides = found.window(reading), found.sides(size)
-    refused = found.refused(reading)
+    scan = _scan_from_json(cached_json(content_key(key, "look"), scan_as_json))
+    window, sides = scan.window(reading), scan.sides(size)
+    rejected = scan.rejected(reading)
     pixels = content_key(key, "pixels", sides, window)
 
     def prepare() -> tuple[Shape, Callable[[NDArray[np.uint8]], None]]:
@@ -158,24 +166,25 @@ def decoded_images(
 
         def fill(array: NDArray[np.uint8]) -> None:
             def decode(position: int) -> None:
-                if position not in refused:
+                if position not in rejected:
                     array[position] = decode_image(images.read(position), array.shape[1:], window)
 
-            finish(work_through(images, decode, progress, "decoding images", failures))
-            remember(f"{pixels}-failures", failures)  # before the images are: who finds these finds it
+            run_all(map_images(images, decode, progress, "decoding images", failures))
+            store_json(f"{pixels}-failures", failures)  # first, so that it exists whenever the images exist
 
-        return (images.count, 1 if found.grey else 3, *sides), fill
+        return (images.count, 1 if scan.grey else 3, *sides), fill
 
-    store = cached(pixels, prepare, progress, "decoding images")
-    late = {int(place): reason for place, reason in remembered(f"{pixels}-failures", dict).items()}
-    unreadable = dict(sorted((refused | late).items()))
-    # A window of 16-bit images must not become, by being stored, the window of 32-bit ones that were left out.
-    known = None if found.wide and reading.window is None else window
-    return Decoded(store, unreadable, known, found.notes(sides, window))
+    store = cached_array(pixels, prepare, progress, "decoding images")
+    late = {int(place): reason for place, reason in cached_json(f"{pixels}-failures", dict).items()}
+    unreadable = dict(sorted((rejected | late).items()))
+    # The window of 16-bit images must not be stored and later be used for 32-bit images that were skipped.
+    known = None if scan.wide and reading.window is None else window
+    return DecodedImages(store, unreadable, known, scan.notes(sides, window))
 
 
 def decode_image(source: Path | bytes, shape: tuple[int, ...], window: Window | None = None) -> NDArray[np.uint8]:
-    """One image as `shape` (channels, height, width), resized with Pillow's bilinear filter if it has another size."""
+    """Decode one image to `shape` (channels, height, width); resized with Pillow's bilinear filter if the size
+    differs."""
     channels, height, width = shape
     with open_image(source) as image:
         pixels = as_8_bit(image, "L" if channels == 1 else "RGB", window)
@@ -186,24 +195,25 @@ def decode_image(source: Path | bytes, shape: tuple[int, ...], window: Window | 
 
 
 def as_8_bit(image: Image.Image, mode: str, window: Window | None = None) -> Image.Image:
-    """The image as `L` or `RGB`. Pillow clips samples of more than 8 bits to 255 where they must be scaled."""
-    image.load()  # now: Pillow reads late, and the file may be closed by then
+    """Convert an image to `L` or `RGB`. Pixels of more than 8 bits are scaled; Pillow would clip them to 255."""
+    image.load()  # now: Pillow reads lazily, and the file may be closed later
     if image.mode.startswith("I;16") or image.mode in WIDE_MODES:
         if window is None and image.mode in WIDE_MODES:
             raise ValueError("32-bit pixels need a window")
-        image = Image.fromarray(scaled(np.asarray(image), window or (0.0, WHITE_16_BIT)))
+        image = Image.fromarray(scale_to_8_bit(np.asarray(image), window or (0.0, WHITE_16_BIT)))
     return image if image.mode == mode else image.convert(mode)
 
 
-def scaled(values: NDArray[np.generic], window: Window) -> NDArray[np.uint8]:
-    """The window in 256 equal steps. With 0 … 2^b − 1 these are the upper 8 of b bits, exactly."""
+def scale_to_8_bit(values: NDArray[np.generic], window: Window) -> NDArray[np.uint8]:
+    """Scale the window to 256 equal steps. The window 0 … 2^b − 1 gives exactly the upper 8 of b bits."""
     low, high = window
     inside = np.clip(np.nan_to_num(values.astype(np.float64), nan=low), low, high)
     return np.minimum((inside - low) * (256 / (high - low)), 255).astype(np.uint8)
 
 
-def resized(images: NDArray[np.uint8], size: Size, progress: Progress = silent) -> NDArray[np.uint8]:
-    """An array (N, channels, height, width) resized as files would be; the array itself if nothing changes."""
+def resized(images: NDArray[np.uint8], size: Size, progress: Progress = no_progress) -> NDArray[np.uint8]:
+    """Resize an array (N, channels, height, width) as files are resized; returns the array itself if nothing
+    changes."""
     count, channels, *native = images.shape
     sides = height_and_width(size)
     if sides is None or tuple(native) == sides:
@@ -217,10 +227,10 @@ def resized(images: NDArray[np.uint8], size: Size, progress: Progress = silent) 
                 array[position, channel] = np.asarray(plane.resize((width, height), Image.Resampling.BILINEAR))
 
         in_memory = EncodedImages(count, lambda position: b"", lambda position: f"image {position}")
-        finish(work_through(in_memory, resize, progress, "resizing images", {}))
+        run_all(map_images(in_memory, resize, progress, "resizing images", {}))
 
     shape = (count, channels, height, width)
-    return in_ram_or_cached(lambda: content_key(images, "resized", sides), shape, fill, progress, "resizing images")
+    return in_memory_or_cached(lambda: content_key(images, "resized", sides), shape, fill, progress, "resizing images")
 
 
 def open_image(source: Path | bytes) -> Image.Image:
@@ -229,15 +239,15 @@ def open_image(source: Path | bytes) -> Image.Image:
     return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
 
 
-def look_at(images: EncodedImages, progress: Progress = silent) -> Look:
-    """The headers of all files, which cost little beside decoding them; of deep ones also their values."""
+def scan_images(images: EncodedImages, progress: Progress = no_progress) -> ImageScan:
+    """Read the headers of all files, and the value ranges of images with more than 8 bits per pixel."""
     grey = np.ones(images.count, dtype=bool)
     sides = np.zeros((images.count, 2), dtype=np.int64)
     deep: dict[int, int] = {}
     wide: dict[int, tuple[float, float]] = {}
     unreadable: dict[int, str] = {}
 
-    def look(position: int) -> None:
+    def scan_one(position: int) -> None:
         with open_image(images.read(position)) as image:
             if image.mode.startswith("I;16"):
                 deep[position] = int(np.asarray(image).max())
@@ -248,12 +258,12 @@ def look_at(images: EncodedImages, progress: Progress = silent) -> Look:
             grey[position] = image.mode in GREY_MODES
             sides[position] = image.height, image.width
 
-    finish(work_through(images, look, progress, "looking at images", unreadable))
+    run_all(map_images(images, scan_one, progress, "scanning images", unreadable))
     opened = sides[sides.all(axis=1)]
     if not len(opened):
-        return Look(True, (0, 0), (0, 0), True, unreadable=unreadable)
+        return ImageScan(True, (0, 0), (0, 0), True, unreadable=unreadable)
     areas = opened.prod(axis=1)
-    return Look(
+    return ImageScan(
         grey=bool(grey.all()),
         smallest=(int(opened[areas.argmin(), 0]), int(opened[areas.argmin(), 1])),
         largest=(int(opened[areas.argmax(), 0]), int(opened[areas.argmax(), 1])),
@@ -269,12 +279,12 @@ def look_at(images: EncodedImages, progress: Progress = silent) -> Look:
     )
 
 
-def work_through(
+def map_images(
     images: EncodedImages, work: Callable[[int], Result], progress: Progress, what: str, failures: dict[int, str]
 ) -> Iterator[Result]:
-    """work(i) of every image, in order, by a few threads (Pillow lets them run side by side).
+    """Yield `work(i)` for each image in order, computed by several threads (Pillow releases the GIL).
 
-    An image that cannot be decoded does not stop the others: it gives no result, and `failures` says why.
+    An image that cannot be decoded yields no result; the reason is put into `failures`.
     """
 
     def work_on(chunk: range) -> list[Result]:
@@ -282,9 +292,10 @@ def work_through(
         for position in chunk:
             try:
                 results.append(work(position))
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises
-                if isinstance(error, OSError) and error.errno is not None:  # the disk's fault, not the image's
-                    raise DataError(f"{images.name(position)} cannot be read now: {error.strerror}.") from None
+            # the exceptions of Pillow
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+                if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the image
+                    raise DataError(f"{images.name(position)} cannot be read: {error.strerror}.") from None
                 failures[position] = _reason(error)
         return results
 
@@ -294,28 +305,28 @@ def work_through(
         for chunk, results in zip(chunks, pool.map(work_on, chunks), strict=True):
             yield from results
             progress(chunk.stop, images.count, what)
-    finally:  # after Ctrl-C the chunks that have not begun are dropped
+    finally:  # after Ctrl-C, chunks that have not started are dropped
         pool.shutdown(cancel_futures=True)
 
 
-def finish(work: Iterator[object]) -> None:
-    """Run work whose results are where they belong already."""
+def run_all(work: Iterator[object]) -> None:
+    """Consume an iterator whose results are not needed."""
     for _ in work:
         pass
 
 
-def _look_from(values: dict[str, Any]) -> Look:
-    """Back from JSON, which knows neither tuples nor numbers as keys."""
+def _scan_from_json(values: dict[str, Any]) -> ImageScan:
+    """Restore tuples and integer keys, which JSON does not have."""
     pairs = {name: tuple(values[name]) for name in ("smallest", "largest", "wide_range")}
     reasons = {int(place): reason for place, reason in values["unreadable"].items()}
-    return Look(**values | pairs | {"unreadable": reasons})
+    return ImageScan(**values | pairs | {"unreadable": reasons})
 
 
-def _shown(sides: tuple[int, int]) -> str:
+def _format_sides(sides: tuple[int, int]) -> str:
     return f"{sides[1]} × {sides[0]}"
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, Image.UnidentifiedImageError):  # its own text repeats the path
-        return "not an image that Pillow knows"
+    if isinstance(error, Image.UnidentifiedImageError):  # its message repeats the path
+        return "not an image format that Pillow reads"
     return str(error) or type(error).__name__

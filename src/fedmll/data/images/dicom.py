@@ -1,6 +1,6 @@
-"""DICOM files as images (extra `dicom`): the values that the scanner means, e.g. Hounsfield units, as 32-bit pixels.
+"""DICOM files as images (extra `dicom`): rescaled values, for example Hounsfield units, as 32-bit pixels.
 
-What is black and what is white in them says `data.window`, as for every image of 32 bits.
+As for all 32-bit images, `data.window` gives the values that become black and white.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fedmll.errors import DataError
+from fedmll.core.errors import DataError
 
 ENDINGS = (".dcm", ".dicom")
 
@@ -27,9 +27,9 @@ def open_dicom(file: Path) -> Image.Image:
     except OSError:
         raise
     except Exception as error:  # a damaged file can raise almost anything
-        raise ValueError(f"not a DICOM image that pydicom reads: {error}") from None
+        raise ValueError(f"pydicom cannot read this DICOM image: {error}") from None
     if values.ndim != 2:
-        raise ValueError(f"a DICOM image of one frame and one channel is needed, this one is {values.shape}")
-    if found.get("PhotometricInterpretation") == "MONOCHROME1":  # the lowest value is white there
+        raise ValueError(f"a DICOM image must have one frame and one channel; this one has the shape {values.shape}")
+    if found.get("PhotometricInterpretation") == "MONOCHROME1":  # the lowest value is white
         values = -values
     return Image.fromarray(values)

@@ -1,16 +1,18 @@
-"""The labels file of an image folder: a CSV with one image a row.
+"""The labels file of an image folder: a CSV with one row per image.
 
-image,  Atelectasis, Effusion, …, split, client        a column a class: 1 present, 0 absent, blank unknown
+image,  Atelectasis, Effusion, …, split, client        one column per class: 1 present, 0 absent, blank unknown
 image,  labels,                   split, client        or one column `labels`: the present classes as `A|B|C`
 
-The image is the column called image, path, file or filename, else the first; its path may have backslashes. `split`
-(train, validation, test) and `client` are optional. In the `labels` form a class that is not listed is absent, `none`
-(or `No Finding`) says that all are, and a blank cell that nothing is known. `data.classes`, `data.ignore` and
-`data.group` say which columns are classes, none, and whose image it is (see fedmll.data.images.reading).
+The image column is called image, path, file or filename; otherwise it is the first column. Paths may contain
+backslashes. `split` (train, validation, test) and `client` are optional. In the `labels` form a class that is not
+listed is absent, `none` (or `No Finding`) means that all classes are absent, and a blank cell means that nothing is
+known. The settings `data.classes`, `data.ignore` and `data.group` name the class columns, the columns to ignore and the
+patient column.
 """
 
 from __future__ import annotations
 
+import csv
 import os
 import stat
 from collections.abc import Sequence
@@ -20,11 +22,137 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.config.settings import ReadingOptions
+from fedmll.core.errors import DataError
+from fedmll.core.text import suggest
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN
-from fedmll.data.images.csv_columns import Rows, find_columns, read_rows, rows_with, without_ignored
-from fedmll.data.images.reading import NAMED, Problems, some
-from fedmll.data.targets import TEST, TRAIN, VALIDATION, both_sides, straddling
-from fedmll.settings import Reading
+from fedmll.data.images.problems import NAMED, Problems, abbreviate
+from fedmll.data.targets import TEST, TRAIN, VALIDATION, describe_split_groups, find_split_groups
+
+IMAGE_COLUMNS = ("image", "path", "file", "filename")
+
+
+@dataclass(frozen=True)
+class CsvRows:
+    """The header, and the rows with as many cells as the header, with their row numbers in a spreadsheet."""
+
+    header: list[str]
+    numbers: list[int]
+    cells: list[list[str]]
+
+    def column(self, place: int) -> list[str]:
+        return [row[place].strip() for row in self.cells]
+
+
+@dataclass(frozen=True)
+class CsvColumns:
+    """The position of each column, by its role."""
+
+    image: int
+    split: int | None
+    client: int | None
+    group: int | None
+    labels: int | None  # in the `A|B|C` form
+    classes: list[int]
+
+
+def read_rows(file: Path, problems: Problems) -> CsvRows:
+    if not file.is_file():
+        raise DataError(
+            f"The labels file '{file}' does not exist. It is a CSV with one row per image: its path, then one column "
+            "per "
+            "class with 1 (present), 0 (absent) or blank (unknown), or one column 'labels' with 'A|B|C'."
+        )
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as stream:
+            first = stream.readline()
+            stream.seek(0)
+            delimiter = max(",;\t", key=first.count)  # spreadsheets write ; if the comma is the decimal separator
+            table = [(number, row) for number, row in enumerate(csv.reader(stream, delimiter=delimiter), 1) if any(row)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"'{file}' is not a CSV file in UTF-8 ({error}). Save it again as CSV, UTF-8.") from None
+    if len(table) < 2:
+        raise DataError(f"'{file}' is empty: it needs a header and at least one row. Is it the right file?")
+    header = [name.strip() for name in table[0][1]]
+    whole = [(number, row) for number, row in table[1:] if len(row) == len(header)]
+    wrong = [f"row {number}: {len(row)} cells" for number, row in table[1:] if len(row) != len(header)]
+    if wrong:
+        problems.add(
+            f"{rows_with(len(wrong))} more or fewer cells than the header, which has {len(header)}: "
+            f"{abbreviate(wrong)}. "
+            "A comma inside a name needs quotes around the name."
+        )
+    if not whole:
+        problems.report()
+    return CsvRows(header, [number for number, _ in whole], [row for _, row in whole])
+
+
+def drop_ignored_columns(rows: CsvRows, reading: ReadingOptions, problems: Problems) -> CsvRows:
+    for name in reading.ignore:
+        if name not in rows.header:
+            problems.add(
+                f"{reading.setting('ignore')} names '{name}', which is not a column{suggest(name, rows.header)}"
+            )
+    # A column without a name and content comes from a comma at the end of each line.
+    kept = [
+        place
+        for place, name in enumerate(rows.header)
+        if name not in reading.ignore and (name or any(row[place].strip() for row in rows.cells))
+    ]
+    if len(kept) == len(rows.header):
+        return rows
+    return CsvRows([rows.header[place] for place in kept], rows.numbers, [[row[p] for p in kept] for row in rows.cells])
+
+
+def find_columns(rows: CsvRows, reading: ReadingOptions, problems: Problems) -> CsvColumns:
+    header = rows.header
+    lower = [name.lower() for name in header]
+
+    def only(name: str) -> int | None:
+        return lower.index(name) if name in lower else None
+
+    image = next((lower.index(name) for name in IMAGE_COLUMNS if name in lower), 0)
+    split, client, labels = only("split"), only("client"), only("labels")
+    group = header.index(reading.group) if reading.group in header else None
+    if reading.group is not None and group is None:
+        problems.add(
+            f"{reading.setting('group')} names '{reading.group}', which is not a column{suggest(reading.group, header)}"
+        )
+    classes = [column for column in range(len(header)) if column not in (image, split, client, group, labels)]
+    if labels is None and reading.classes:
+        for name in reading.classes:
+            if name not in header:
+                problems.add(
+                    f"{reading.setting('classes')} names '{name}', which is not a column{suggest(name, header)}"
+                )
+        classes = [header.index(name) for name in reading.classes if name in header]
+    elif labels is None and not classes:
+        problems.add(
+            f"there is no class column besides '{header[image]}'. Add one column per class, with 1, 0 or blank."
+        )
+    elif labels is not None and classes and not reading.classes:
+        names = [header[column] for column in classes]
+        problems.add(
+            f"it has a column 'labels' and also {abbreviate([repr(name) for name in names])}. Use either one column "
+            "'labels' "
+            f"with 'A|B|C', or one column per class; if the others are not classes: {reading.how_to_ignore(names)}."
+        )
+    _check_header(header, classes, problems)
+    return CsvColumns(image, split, client, group, labels, classes)
+
+
+def _check_header(header: list[str], classes: list[int], problems: Problems) -> None:
+    names = [header[column] for column in classes]
+    for name in dict.fromkeys(name for name in names if name and header.count(name) > 1):
+        problems.add(f"the class '{name}' appears twice. Every class needs one column and its own name.")
+    unnamed = [str(column + 1) for column in classes if not header[column]]
+    if unnamed:
+        problems.add(f"column {', '.join(unnamed)} has no name in the header. Name it or remove it.")
+
+
+def rows_with(count: int) -> str:
+    return f"{count} row{'s have' if count > 1 else ' has'}"
+
 
 PATIENT_COLUMNS = ("patient", "patient_id", "patientid", "patient id")
 CELLS = {"1": PRESENT, "0": ABSENT, "": UNKNOWN, "1.0": PRESENT, "0.0": ABSENT}  # 1.0: pandas, when a cell is blank
@@ -34,21 +162,21 @@ NOTHING = ("none", "no finding")  # in the `labels` form: known, and no class is
 
 @dataclass(frozen=True)
 class LabelTable:
-    """A labels file in memory; the arrays have one row an image, in the order of the file."""
+    """A labels file in memory; the arrays have one row per image, in the order of the file."""
 
-    names: list[str]  # as the file has them
+    names: list[str]  # as written in the file
     paths: list[Path]
     labels: NDArray[np.int8]
     classes: tuple[str, ...]
     split: NDArray[np.int8] | None
     clients: NDArray[np.str_] | None
-    patients: NDArray[np.str_] | None  # the column that data.group names
-    sizes_and_times: list[tuple[int, int]]  # of each image file, in bytes and ns: they change when the image does
-    problems: Problems  # to be completed by who looks at the images, and then reported
-    missing: list[str] = field(default_factory=list)  # rows that were left out because their image does not exist
-    listed: bool = False  # the `A|B|C` form: a class that no row lists is absent everywhere, not unknown
+    patients: NDArray[np.str_] | None  # the column of data.group
+    sizes_and_times: list[tuple[int, int]]  # of each image file, in bytes and ns: they change when the image changes
+    problems: Problems  # reported after the images were read
+    missing: list[str] = field(default_factory=list)  # skipped rows, whose image does not exist
+    is_list_form: bool = False  # the `A|B|C` form: a class that no row lists is absent everywhere, not unknown
 
-    def rows(self, kept: Sequence[int] | NDArray[np.int64]) -> LabelTable:
+    def select_rows(self, kept: Sequence[int] | NDArray[np.int64]) -> LabelTable:
         """Only these rows, in every column."""
         return replace(
             self,
@@ -62,14 +190,15 @@ class LabelTable:
         )
 
 
-def read_labels(file: Path, images: Path, reading: Reading | None = None) -> LabelTable:
+def read_labels(file: Path, images: Path, reading: ReadingOptions | None = None) -> LabelTable:
     """Read a labels file and find its images in the folder `images`.
 
-    What is wrong with rows, columns and images is in `problems`: report() raises it, when the images are read too.
+    Problems with rows, columns and images are collected in `problems`; its `report()` raises them after the images were
+    read too.
     """
-    reading = reading or Reading()
+    reading = reading or ReadingOptions()
     problems = Problems(f"'{file}'")
-    rows = without_ignored(read_rows(file, problems), reading, problems)
+    rows = drop_ignored_columns(read_rows(file, problems), reading, problems)
     columns = find_columns(rows, reading, problems)
     if columns.labels is None:
         classes = tuple(rows.header[column] for column in columns.classes)
@@ -93,19 +222,21 @@ def read_labels(file: Path, images: Path, reading: Reading | None = None) -> Lab
         patients=patients,
         sizes_and_times=[status or (0, 0) for status in found],
         problems=problems,
-        listed=columns.labels is not None,
+        is_list_form=columns.labels is not None,
     )
     _check_repeated(rows, names, paths, problems)
     return _existing(table, rows, found, reading)
 
 
-def _labels_from_columns(rows: Rows, columns: Sequence[int], reading: Reading, problems: Problems) -> NDArray[np.int8]:
+def _labels_from_columns(
+    rows: CsvRows, columns: Sequence[int], reading: ReadingOptions, problems: Problems
+) -> NDArray[np.int8]:
     labels = np.empty((len(rows.cells), len(columns)), dtype=np.int8)
     wrong: dict[int, list[str]] = {}  # by column
     for place, row in enumerate(rows.cells):
         try:
             labels[place] = [CELLS[row[column]] for column in columns]
-        except KeyError:  # rare: cells with spaces around them, or wrong ones
+        except KeyError:  # rare: cells with spaces around them, or invalid cells
             for target, column in enumerate(columns):
                 code = CELLS.get(row[column].strip())
                 if code is None:
@@ -116,22 +247,25 @@ def _labels_from_columns(rows: Rows, columns: Sequence[int], reading: Reading, p
     return labels
 
 
-def _report_cells(wrong: dict[str, list[str]], reading: Reading, problems: Problems) -> None:
-    a_column = max(1, NAMED // len(wrong))
-    cells = some([f"{len(cells)} in column '{name}' ({some(cells, a_column)})" for name, cells in wrong.items()])
-    advice = f"Columns that are no classes are left out with {reading.how_to_ignore(list(wrong))}"
+def _report_cells(wrong: dict[str, list[str]], reading: ReadingOptions, problems: Problems) -> None:
+    per_column = max(1, NAMED // len(wrong))
+    columns = [f"{len(cells)} in column '{name}' ({abbreviate(cells, per_column)})" for name, cells in wrong.items()]
+    cells = abbreviate(columns)
+    advice = f"CsvIgnore columns that are not classes with {reading.how_to_ignore(list(wrong))}"
     if reading.classes:
-        advice = f"Leave columns that are no classes out of {reading.setting('classes')}"
+        advice = f"Leave columns that are not classes out of {reading.setting('classes')}"
     patient = next((name for name in wrong if name.lower() in PATIENT_COLUMNS), None)
     if patient is not None and reading.group is None:
         others = [name for name in wrong if name != patient]
         more = f" {reading.how_to_ignore(others)}" if others else ""
         advice += f", or keep each patient on one side of every split: {reading.how_to_set('group', patient)}{more}"
-    problems.add(f"cells that are no label: {cells}. A label is 1 (present), 0 (absent) or blank (unknown). {advice}.")
+    problems.add(
+        f"cells that are not labels: {cells}. A label is 1 (present), 0 (absent) or blank (unknown). {advice}."
+    )
 
 
 def _labels_from_lists(
-    rows: Rows, column: int, reading: Reading, problems: Problems
+    rows: CsvRows, column: int, reading: ReadingOptions, problems: Problems
 ) -> tuple[tuple[str, ...], NDArray[np.int8]]:
     cells = rows.column(column)
     listed = [[name.strip() for name in cell.split("|") if name.strip()] for cell in cells]
@@ -142,10 +276,10 @@ def _labels_from_lists(
         if 0 < len(shown) < len(listed[row])
     ]
     if both:
-        problems.add(f"{rows_with(len(both))} both 'none' and a class ({some(both)}). Write one or the other.")
+        problems.add(f"{rows_with(len(both))} both 'none' and a class ({abbreviate(both)}). Write one or the other.")
     classes = reading.classes or tuple(sorted({name for names in present for name in names}))
     if not classes:
-        problems.add(f"the column '{rows.header[column]}' names no class anywhere, so there is nothing to learn.")
+        problems.add(f"the column '{rows.header[column]}' names no class in any row.")
     place_of = {name: place for place, name in enumerate(classes)}
     labels = np.full((len(cells), len(classes)), ABSENT, dtype=np.int8)
     for row, shown in enumerate(present):
@@ -155,31 +289,36 @@ def _labels_from_lists(
     return classes, labels
 
 
-def _splits(rows: Rows, column: int, problems: Problems) -> NDArray[np.int8]:
+def _splits(rows: CsvRows, column: int, problems: Problems) -> NDArray[np.int8]:
     words = rows.column(column)
     wrong = [f"row {rows.numbers[row]}: '{word}'" for row, word in enumerate(words) if word.lower() not in SPLITS]
     if wrong:
         problems.add(
-            f"{rows_with(len(wrong))} a split that is none of train, validation (or val) and test ({some(wrong)})."
+            f"{rows_with(len(wrong))} a split other than train, validation (or val) and test ({abbreviate(wrong)})."
         )
     return np.array([SPLITS.get(word.lower(), TRAIN) for word in words], dtype=np.int8)
 
 
 def _check_patients(
-    rows: Rows, patients: NDArray[np.str_], split: NDArray[np.int8] | None, reading: Reading, problems: Problems
+    rows: CsvRows,
+    patients: NDArray[np.str_],
+    split: NDArray[np.int8] | None,
+    reading: ReadingOptions,
+    problems: Problems,
 ) -> None:
     blank = [f"row {rows.numbers[place]}" for place in np.flatnonzero(patients == "")]
     if blank:
         problems.add(
-            f"{rows_with(len(blank))} no '{reading.group}' ({some(blank)}), which {reading.setting('group')} needs."
+            f"{rows_with(len(blank))} no '{reading.group}' ({abbreviate(blank)}), which {reading.setting('group')} "
+            "needs."
         )
-    both = [] if split is None else straddling(split, patients)
+    both = [] if split is None else find_split_groups(split, patients)
     if both:
-        problems.add(both_sides(both, str(reading.group)))
+        problems.add(describe_split_groups(both, str(reading.group)))
 
 
-def _find_images(rows: Rows, names: list[str], images: Path) -> tuple[list[Path], list[tuple[int, int] | None]]:
-    """The path, size and time of every image; None for one that is not there or may not be read."""
+def _find_images(rows: CsvRows, names: list[str], images: Path) -> tuple[list[Path], list[tuple[int, int] | None]]:
+    """The path, size and time of each image; None if it does not exist or cannot be read."""
     paths, found = [], []
     for name in names:
         path = images / name
@@ -193,7 +332,7 @@ def _find_images(rows: Rows, names: list[str], images: Path) -> tuple[list[Path]
 
 
 def file_status(path: Path) -> tuple[int, int] | None:
-    """The size in bytes and the time of a file; None if it is not there or may not be read."""
+    """The size in bytes and the time of a file; None if it does not exist or cannot be read."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a name with a zero byte
@@ -202,7 +341,7 @@ def file_status(path: Path) -> tuple[int, int] | None:
     return (status.st_size, status.st_mtime_ns) if usable else None
 
 
-def _check_repeated(rows: Rows, names: list[str], paths: list[Path], problems: Problems) -> None:
+def _check_repeated(rows: CsvRows, names: list[str], paths: list[Path], problems: Problems) -> None:
     first: dict[str, int] = {}
     again = [
         f"row {rows.numbers[row]}: '{names[row]}' is already in row {first[str(path)]}"
@@ -211,21 +350,27 @@ def _check_repeated(rows: Rows, names: list[str], paths: list[Path], problems: P
     ]
     if again:
         problems.add(
-            f"{rows_with(len(again))} an image that another row has ({some(again)}). An image has one row, or it could "
-            "be in training and test at once; join them."
+            f"{rows_with(len(again))} an image that another row has ({abbreviate(again)}). Each image needs one row, "
+            "otherwise it "
+            "could be in training and test data; join the rows."
         )
 
 
-def _existing(table: LabelTable, rows: Rows, found: list[tuple[int, int] | None], reading: Reading) -> LabelTable:
-    """The rows whose image is there; the others are a problem, or left out."""
+def _existing(
+    table: LabelTable, rows: CsvRows, found: list[tuple[int, int] | None], reading: ReadingOptions
+) -> LabelTable:
+    """The rows whose image exists; the others are a problem or are skipped."""
     lost = [place for place, status in enumerate(found) if status is None]
     missing = [f"row {rows.numbers[place]}: '{table.paths[place]}'" for place in lost]
     if missing and not reading.skip_unreadable:
         table.problems.add(
-            f"{len(missing)} of its {len(found)} images do not exist: {some(missing)}. Correct the paths (they are "
-            "relative to the image folder), remove the rows, or leave them out with --skip-unreadable."
+            f"{len(missing)} of its {len(found)} images do not exist: {abbreviate(missing)}. Correct the paths (they "
+            "are "
+            "relative to the image folder), remove the rows, or skip them with --skip-unreadable."
         )
     elif missing and len(missing) == len(found):
-        table.problems.add(f"not one of its {len(found)} images exists: {some(missing)}. Is it the right image folder?")
+        table.problems.add(
+            f"none of its {len(found)} images exists: {abbreviate(missing)}. Is it the right image folder?"
+        )
     kept = [place for place, status in enumerate(found) if status is not None]
-    return replace(table.rows(kept), missing=missing)
+    return replace(table.select_rows(kept), missing=missing)

@@ -1,9 +1,9 @@
-"""`fedmll data pack`: an image folder and its labels file into one `.npz` that the `packed` source reads.
+"""Pack an image folder and its labels file into one `.npz` file, which the source `packed` reads (`fedmll data pack`).
 
-jpeg     uint8, all images one after another       offset  int64 (N + 1,), image i is jpeg[offset[i]:offset[i + 1]]
+jpeg     uint8, the bytes of all images              offset  int64 (N + 1,), image i is jpeg[offset[i]:offset[i + 1]]
 labels   int8 (N, C): 1, 0, or -1 unknown          classes (C,) strings           name  (N,) strings
-split    (N,) 0 train, 1 validation, 2 test, and client (N,) strings, if the labels file has these columns; so has the
-         column that --group names
+split    (N,) 0 train, 1 validation, 2 test, and client (N,) strings, if the labels file has these columns; also the
+         column of --group
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedmll.data.images.cache import Progress, silent
+from fedmll.config.settings import ReadingOptions
+from fedmll.core.errors import DataError
+from fedmll.core.files import atomic_replace
+from fedmll.data.images.cache import Progress, no_progress
 from fedmll.data.images.decode import (
     GREY_MODES,
     EncodedImages,
     Window,
     as_8_bit,
-    look_at,
+    map_images,
     open_image,
+    scan_images,
     window_note,
-    work_through,
 )
 from fedmll.data.images.labels_csv import read_labels
-from fedmll.data.images.reading import left_out, readable
-from fedmll.data.sources.folder import encoded
-from fedmll.errors import DataError
-from fedmll.files import replacing
-from fedmll.settings import Reading
+from fedmll.data.images.problems import check_readable, describe_skipped
+from fedmll.data.sources.labelled_images import encoded_images
 
 
 def pack(
@@ -42,29 +42,41 @@ def pack(
     out: Path,
     size: int | None = None,
     quality: int = 95,
-    progress: Progress = silent,
-    reading: Reading | None = None,
+    progress: Progress = no_progress,
+    reading: ReadingOptions | None = None,
 ) -> tuple[str, ...]:
-    """Write `out`, whole or not at all; what the user should know of it.
+    """Write the packed file `out`.
 
-    `size` resizes to squares of this side; None keeps each image's own size.
+    Args:
+        csv: the labels file.
+        images_root: the folder of the images.
+        out: the file to write.
+        size: resize images to squares of this side; None keeps the size of each image.
+        quality: JPEG quality.
+        progress: called with the number of images.
+        reading: how the labels file is read.
+
+    Returns:
+        Notes for the user.
     """
-    reading = reading or Reading()
+    reading = reading or ReadingOptions()
     if out.suffix != ".npz":
         raise DataError(f"The packed file must end in .npz; '{out}' does not.")
     table = read_labels(csv, images_root, reading)
     if not table.paths:
         table.problems.report()
-    look = look_at(encoded(table), progress)
-    window = look.window(reading)
-    failures = look.refused(reading)
+    scan = scan_images(encoded_images(table), progress)
+    window = scan.window(reading)
+    failures = scan.rejected(reading)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # The unnamed file disappears with the process, however it ends; the images never have to fit into memory.
-    with tempfile.TemporaryFile(dir=out.parent) as jpegs, replacing(out) as temporary:
-        offset = _write_jpegs(encoded(table), jpegs, size, quality, window, failures, progress)
+    # The unnamed file disappears with the process; the images never have to fit into memory.
+    with tempfile.TemporaryFile(dir=out.parent) as jpegs, atomic_replace(out) as temporary:
+        offset = _write_jpegs(encoded_images(table), jpegs, size, quality, window, failures, progress)
         unreadable = dict(sorted(failures.items()))
-        kept, skipped = readable(len(table.paths), encoded(table).name, unreadable, reading, table.problems)
-        table = table.rows(kept)
+        kept, skipped = check_readable(
+            len(table.paths), encoded_images(table).name, unreadable, reading, table.problems
+        )
+        table = table.select_rows(kept)
         arrays: dict[str, NDArray[np.generic]] = {
             "jpeg": np.memmap(jpegs, dtype=np.uint8, mode="r"),
             "offset": offset,
@@ -80,7 +92,7 @@ def pack(
             arrays[str(reading.group)] = table.patients
         with temporary.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
-    return (*window_note(window), *left_out(table.missing, skipped))
+    return (*window_note(window), *describe_skipped(table.missing, skipped))
 
 
 def _write_jpegs(
@@ -92,21 +104,21 @@ def _write_jpegs(
     failures: dict[int, str],
     progress: Progress,
 ) -> NDArray[np.int64]:
-    refused = set(failures)
+    rejected = set(failures)
 
     def encode(position: int) -> bytes:
-        if position in refused:
+        if position in rejected:
             return b""
         with open_image(images.read(position)) as image:
             pixels = as_8_bit(image, "L" if image.mode in GREY_MODES else "RGB", window)
         if size is not None and pixels.size != (size, size):
             pixels = pixels.resize((size, size), Image.Resampling.BILINEAR)
         jpeg = io.BytesIO()
-        # Colour at full resolution: on images this small, JPEG's usual halving of it shows.
+        # Full colour resolution: the usual chroma subsampling is visible in small images.
         pixels.save(jpeg, "JPEG", quality=quality, subsampling=0)
         return jpeg.getvalue()
 
-    written = [file.write(jpeg) for jpeg in work_through(images, encode, progress, "packing images", failures)]
+    written = [file.write(jpeg) for jpeg in map_images(images, encode, progress, "packing images", failures)]
     lengths = [length for length in written if length]
     file.flush()
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -1,6 +1,12 @@
-"""Where data comes from. A source is a file here (or in a plug-in) that registers a Source.
+"""Data sources: one module per dataset or file format; each registers a `Source`. Start with `load` here.
 
-`ml-NAME` is the pad-stack composite (fedmll.data.composite) of the single-label source NAME.
+- `base` — `Source` and `SourceRequest`
+- `folder`, `packed`, `features`, `hf` — the user's own data
+- `labelled_images` — shared by all sources that read image files
+- `npz` — reads `.npz` files of others
+- all others — published datasets in their official layout
+
+`ml-NAME` is the composite (`fedmll.data.composite`) of the single-label source NAME.
 """
 
 from __future__ import annotations
@@ -10,23 +16,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedmll import registry
+from fedmll.config.settings import COMPOSITE, ReadingOptions
+from fedmll.core import registry
+from fedmll.core.errors import ConfigError, DataError
+from fedmll.core.text import suggest
 from fedmll.data.composite import CompositeOptions, compose
 from fedmll.data.dataset import Splits
-from fedmll.data.images.cache import Progress, silent
+from fedmll.data.images.cache import Progress, no_progress
 from fedmll.data.images.decode import Size, height_and_width
-from fedmll.data.sources.base import Request, Source
-from fedmll.errors import ConfigError, DataError, nearest
-from fedmll.settings import COMPOSITE, Reading
+from fedmll.data.sources.base import Source, SourceRequest
 
 LARGEST_SIZE = 4_096
 
 
 @dataclass(frozen=True)
 class SourceDescription:
-    name: str  # as it is written after --data
+    name: str  # as written after --data
     description: str
-    available: bool  # here and now, or with a file of the user's
+    available: bool  # with this root, or with a file of the user
     classes: int | None = None
     samples: int | None = None  # as published
     licence: str = ""
@@ -38,18 +45,22 @@ def load(
     size: Size = None,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
-    progress: Progress = silent,
-    reading: Reading | None = None,
+    progress: Progress = no_progress,
+    reading: ReadingOptions | None = None,
     *,
     require_positives: bool = True,
 ) -> Splits:
-    """The data called `name`, e.g. `digits`, `ml-cifar10`, `packed:FILE.npz`, `ml-packed:FILE.npz`, `folder:FILE.csv`.
+    """Load data by name.
 
-    size      what images are resized to, one side or (height, width); of a composite: each source image, before it is
-              placed
-    seed      of a composite: which images are combined. A split that the source does not have is the same for all seeds
-    options   layout, singles and pairs of a composite
-    reading   how the user's own images and labels are read
+    Args:
+        name: for example `digits`, `ml-cifar10`, `packed:FILE.npz`, `ml-packed:FILE.npz` or `folder:FILE.csv`.
+        root: the folder (or file) of the data.
+        size: the size to resize images to, one side or (height, width); of a composite: of each source image.
+        seed: decides which images a composite combines. A drawn split is the same for all seeds.
+        options: layout, singles and pairs of a composite.
+        progress: called with the number of prepared images.
+        reading: how the user's images and labels are read.
+        require_positives: reject training data in which a class is never present.
     """
     kind, _, argument = name.removeprefix(COMPOSITE).partition(":")
     composed = name.startswith(COMPOSITE)
@@ -57,17 +68,26 @@ def load(
     sides = height_and_width(size)
     if sides is not None and not all(1 <= side <= LARGEST_SIZE for side in sides):
         raise ConfigError(f"data.size must be from 1 to {LARGEST_SIZE} pixels; it is {size}.")
-    reading = reading or Reading()
-    _check_reading(name, kind, source, reading)
+    reading = reading or ReadingOptions()
+    _check_reading_options(name, kind, source, reading)
     composition = CompositeOptions(**options or {})
     if not composed and composition != CompositeOptions():
         raise ConfigError(
-            f"data.layout, data.singles and data.pairs are for composites, and '{name}' is none. Leave them out, or "
+            f"data.layout, data.singles and data.pairs are for composites, and '{name}' is not one. Leave them out, or "
             f"use '{COMPOSITE}{name}'."
         )
     if source.variants:
-        argument = Path(argument).name  # where a folder of that name lies here, the experiment made it a path
-    splits = source.load(Request(argument, root, sides, progress, require_positives, reading))
+        argument = Path(argument).name  # an existing folder of that name became an absolute path
+    splits = source.load(
+        SourceRequest(
+            argument=argument,
+            root=root,
+            size=sides,
+            progress=progress,
+            require_positives=require_positives,
+            reading=reading,
+        )
+    )
     if splits.train.is_images:
         _, height, width = splits.train.sample_shape
         splits = replace(splits, size=(height, width))
@@ -75,7 +95,7 @@ def load(
 
 
 def describe_sources(root: Path | None = None) -> list[SourceDescription]:
-    """Every source for `fedmll data list`; some are available only with the right folder as `root`."""
+    """Describe all sources for `fedmll data list`; some are available only with the right `root`."""
     lines = []
     for name, source in registry.all_of("source").items():
         available = source.available(root) or source.available(None)
@@ -92,17 +112,17 @@ def describe_sources(root: Path | None = None) -> list[SourceDescription]:
     return lines
 
 
-def _check_reading(name: str, kind: str, source: Source, reading: Reading) -> None:
-    """What would mean nothing is refused; a plug-in's source sees to that itself."""
-    if kind in registry.added("source"):
+def _check_reading_options(name: str, kind: str, source: Source, reading: ReadingOptions) -> None:
+    """Reject settings that the source does not use. Sources of plug-ins check their settings themselves."""
+    if kind in registry.find_added("source"):
         return
-    for setting in ("classes", "ignore", "group", "window", "doubtful"):
+    for setting in ("classes", "ignore", "group", "window", "uncertain_labels"):
         value = getattr(reading, setting)
         if not value or setting in source.settings or (setting == "group" and value == source.group):
             continue
         known = registry.all_of("source").items()
         able = [named for other, entry in known if setting in entry.settings for named in entry.names(other)]
-        raise ConfigError(f"data.{setting} is for {' and '.join(able)}, and data.name is '{name}'. Leave it out.")
+        raise ConfigError(f"data.{setting} is for {' and '.join(able)}, but data.name is '{name}'. Leave it out.")
 
 
 def _source(name: str, kind: str, argument: str) -> Source:
@@ -113,7 +133,7 @@ def _source(name: str, kind: str, argument: str) -> Source:
             *sources,
             *(COMPOSITE + plain for plain, entry in sources.items() if entry.composes and not entry.file),
         ]
-        raise DataError(f"There is no data source called '{name}'{nearest(name, known)}")
+        raise DataError(f"There is no data source called '{name}'{suggest(name, known)}")
     written = name.partition(":")[0]
     if source.file and not argument:
         raise DataError(f"'{kind}' needs a file: write {written}:{source.file}.")

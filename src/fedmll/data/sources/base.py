@@ -1,4 +1,4 @@
-"""What every data source is asked, and what it says about itself."""
+"""`Source`: what a data source declares about itself; `SourceRequest`: the argument of its `load` function."""
 
 from __future__ import annotations
 
@@ -6,40 +6,42 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedmll.config.settings import ReadingOptions
+from fedmll.core.errors import DataError
 from fedmll.data.dataset import Splits
-from fedmll.data.images.cache import Progress, silent
-from fedmll.errors import DataError
-from fedmll.settings import Reading
+from fedmll.data.images.cache import Progress, no_progress
 
 
-@dataclass(frozen=True)
-class Request:
-    """Which data, and how.
+@dataclass(frozen=True, kw_only=True)
+class SourceRequest:
+    """Which data to load, and how.
 
-    argument            what follows the colon of the name, as in `packed:FILE.npz`; empty without one
-    root                the folder (or file) of the data, `--root`
-    size                height and width that images are resized to; None keeps or chooses them
-    reading             how the user's own images and labels are read
-    require_positives   refuse training data in which a class is never present. One site of a federation need not
-                        have every class; the data of a whole experiment must
+    Attributes:
+        argument: the text after the colon of the name, as in `packed:FILE.npz`; empty without a colon.
+        root: the folder (or file) of the data, `--root`.
+        size: height and width to resize images to; None: from the data.
+        progress: called with the number of prepared images.
+        require_positives: reject training data in which a class is never present. A site of a real federation need not
+            have all classes; the data of a whole experiment must.
+        reading: how the user's images and labels are read.
     """
 
     argument: str = ""
     root: Path | None = None
     size: tuple[int, int] | None = None
-    progress: Progress = silent
+    progress: Progress = no_progress
     require_positives: bool = True
-    reading: Reading = field(default_factory=Reading)
+    reading: ReadingOptions = field(default_factory=ReadingOptions)
 
     def file(self) -> Path:
-        """The file that the argument names: from the current folder, else from the root."""
+        """The file that the argument names, relative to the current folder or to the root."""
         path = Path(self.argument).expanduser()
         return path if self.root is None or path.exists() else self.root / path
 
 
 @dataclass(frozen=True)
-class Download:
-    """A file that its publisher gives to everybody: `digest` is `md5:…` or the beginning of a sha256, as published."""
+class DownloadableFile:
+    """A freely available file; `digest` is the beginning of its published SHA-256, or `md5:…`."""
 
     url: str
     digest: str
@@ -49,29 +51,33 @@ class Download:
         return self.url.rpartition("/")[2].partition("?")[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
-    """A kind of data (`register("source", NAME)(Source(…))`): one line of `fedmll data list`, and how it is loaded.
+    """A data source (`register("source", NAME)(Source(…))`), listed by `fedmll data list`.
 
-    file          what its argument is, for sources that are named with one (`packed:FILE.npz`)
-    variants      what may follow the colon, for sources that have several (`voc:2007`); "" is none
-    images        whether its samples are images
-    composes      whether they have one label each, so that `ml-NAME` can be made of them
-    says_clients  whether it may say which client a sample belongs to (`Dataset.groups`)
-    group         whose samples stay on one side of every split, by the publisher's name for it ("Patient ID")
-    settings      the settings of `settings.Reading` that mean something here
-    classes       how many there are; where variants differ in it, by argument
-    licence       for `fedmll data list`
-    published     by argument: how many samples each split has, as its publisher says
-    downloads     by argument: the files that `fedmll data get` fetches
+    Attributes:
+        description: one line for `fedmll data list`.
+        load: returns the data.
+        available: whether the data can be loaded with this `root`.
+        file: the kind of argument, for sources that need a file (`packed:FILE.npz`).
+        images: whether the samples are images.
+        has_clients: whether the source may know which client a sample belongs to (`Dataset.groups`).
+        variants: possible arguments, for sources with several variants (`voc:2007`); "" is no argument.
+        composes: whether each image has one label, so that `ml-NAME` can be made of them.
+        group: the column whose samples stay on one side of each split, with the publisher's name ("Patient ID").
+        settings: the settings of `ReadingOptions` that this source uses.
+        classes: the number of classes, or a mapping from variant to number.
+        licence: for `fedmll data list`.
+        published: argument → the published number of samples per split.
+        downloads: argument → the files that `fedmll data get` downloads.
     """
 
     description: str
-    load: Callable[[Request], Splits]
+    load: Callable[[SourceRequest], Splits]
     available: Callable[[Path | None], bool]
     file: str = ""
     images: bool = True
-    says_clients: bool = False
+    has_clients: bool = False
     variants: tuple[str, ...] = ()
     composes: bool = True
     group: str = ""
@@ -79,10 +85,10 @@ class Source:
     classes: int | Mapping[str, int] | None = None
     licence: str = ""
     published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    downloads: Mapping[str, tuple[Download, ...]] = field(default_factory=dict)
+    downloads: Mapping[str, tuple[DownloadableFile, ...]] = field(default_factory=dict)
 
     def names(self, name: str) -> list[str]:
-        """As it is written after --data."""
+        """The names of the source's variants, as written after --data."""
         if self.variants:
             return [name + (f":{variant}" if variant else "") for variant in self.variants]
         return [f"{name}:{self.file}" if self.file else name]

@@ -7,7 +7,7 @@ DIR/Data_Entry_2017_v2020.csv           or Data_Entry_2017.csv
 DIR/images_001/images/00000001_000.png  … images_012; or all in DIR/images/
 DIR/train_val_list.txt, test_list.txt   the official split; without both a fifth of the patients is test
 
-`No Finding` is an image with none of the 14. A patient (`Patient ID`) is on one side of every split. FedMLP uses PA
+`No Finding` is an image with none of the 14. A patient (`Patient ID`) stays on one side of each split. FedMLP uses PA
 views and the eight most frequent findings: `--data chestxray14:pa --set data.top_classes=8`.
 """
 
@@ -18,12 +18,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.registry import register
 from fedmll.data.dataset import PRESENT, Splits
-from fedmll.data.images.reading import Problems, some
-from fedmll.data.sources.base import Request, Source, data_missing
-from fedmll.data.sources.listed import by_stem, csv_with, lines_of, listed, load_listed, pieces
+from fedmll.data.images.problems import Problems, abbreviate
+from fedmll.data.sources.base import Source, SourceRequest, data_missing
+from fedmll.data.sources.labelled_images import (
+    build_label_table,
+    check_exist,
+    find_images_by_stem,
+    load_label_table,
+    read_csv_columns,
+    read_lines,
+)
 from fedmll.data.targets import TEST, TRAIN
-from fedmll.registry import register
 
 CLASSES = (
     *("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Effusion", "Emphysema", "Fibrosis", "Hernia"),
@@ -35,7 +42,7 @@ COLUMNS = ("Image Index", "Finding Labels", PATIENT, "View Position")
 LISTS = (("train_val_list.txt", TRAIN), ("test_list.txt", TEST))
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     root = request.root
     entries = find(root)
     if root is None or entries is None:
@@ -49,19 +56,19 @@ def load(request: Request) -> Splits:
     problems = Problems(f"'{root}'")
     folders = sorted(path for path in (*root.glob("images*"), *root.glob("images_*/images")) if path.is_dir())
     if not folders:
-        pieces(problems, root / "images")
-    read = csv_with(entries, COLUMNS, problems)
+        check_exist(problems, root / "images")
+    read = read_csv_columns(entries, COLUMNS, problems)
     images, findings, patients, views = read[1] if read else ([], [], [], [])
     kept = [place for place, view in enumerate(views) if view == "PA" or request.argument != "pa"]
     names = [images[place] for place in kept]
     labels = _labels([findings[place] for place in kept], problems)
     split = _split(root, names, problems)
-    there = by_stem(folders, (".png",))
+    there = find_images_by_stem(folders, (".png",))
     first = folders[0] if folders else root
     paths = [there.get(Path(name).stem, first / name) for name in names]
     owners = [patients[place] for place in kept]
-    table = listed(problems, request.reading, paths, labels, CLASSES, split, root, owners)
-    return load_listed(table, f"'{root}'", request, PATIENT)
+    table = build_label_table(problems, request.reading, paths, labels, CLASSES, split, root, owners)
+    return load_label_table(table, f"'{root}'", request, PATIENT)
 
 
 def find(root: Path | None) -> Path | None:
@@ -79,25 +86,25 @@ def _labels(findings: list[str], problems: Problems) -> NDArray[np.int8]:
             elif name != NOTHING:
                 strange.add(f"'{name}'")
     if strange:
-        problems.add(f"'Finding Labels' names what is none of the 14 findings: {some(sorted(strange))}.")
+        problems.add(f"'Finding Labels' names what is none of the 14 findings: {abbreviate(sorted(strange))}.")
     return labels
 
 
 def _split(root: Path, names: list[str], problems: Problems) -> NDArray[np.int8] | None:
     if not any((root / file).exists() for file, _ in LISTS):
         return None
-    if not pieces(problems, *(root / file for file, _ in LISTS)):
+    if not check_exist(problems, *(root / file for file, _ in LISTS)):
         return None
-    side = {name: code for file, code in LISTS for name in lines_of(root / file)}
+    side = {name: code for file, code in LISTS for name in read_lines(root / file)}
     lost = [f"'{name}'" for name in names if name not in side]
     if lost:
-        problems.add(f"{len(lost)} images of the CSV are in none of the two lists of the split: {some(lost)}.")
+        problems.add(f"{len(lost)} images of the CSV are in none of the two lists of the split: {abbreviate(lost)}.")
     return np.array([side.get(name, TRAIN) for name in names], dtype=np.int8)
 
 
 register("source", "chestxray14")(
     Source(
-        description="NIH ChestX-ray14, several findings an image; --root DIR with its CSV and image folders",
+        description="NIH ChestX-ray14, several findings per image; --root DIR with its CSV and image folders",
         load=load,
         available=lambda root: find(root) is not None,
         variants=("", "pa"),

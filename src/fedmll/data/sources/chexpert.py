@@ -1,14 +1,15 @@
 """`chexpert`: 224,316 chest X-rays of 65,240 patients, 14 observations: present, absent, uncertain or not mentioned.
 
 Irvin, Rajpurkar, Ko et al., CheXpert, AAAI 2019. https://stanfordmlgroup.github.io/competitions/chexpert/ ; Stanford's
-research agreement: it is given to those who register.
+research agreement; it is available after registration.
 
 DIR/CheXpert-v1.0-small/train.csv, valid.csv      or CheXpert-v1.0/, or DIR is that folder
                         train/patient00001/study1/view1_frontal.jpg
                         test.csv, test/…          where the test labels are there too; then `valid` is validation data
 
-Blank is unknown, as a report that does not mention a finding says nothing of it. Uncertain (-1) is unknown, or what
-`data.doubtful` says. The patients of the official parts are different ones; what clients hold out is by `patient` too.
+A blank cell is unknown: the report does not mention the finding. An uncertain label (-1) is unknown, or
+`data.uncertain_labels` says. The patients of the official parts are different ones; what clients hold out is by
+`patient` too.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.registry import register
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Splits
-from fedmll.data.images.reading import Problems, some
-from fedmll.data.sources.base import Request, Source, data_missing
-from fedmll.data.sources.listed import TARGET, csv_with, listed, load_listed
+from fedmll.data.images.problems import Problems, abbreviate
+from fedmll.data.sources.base import Source, SourceRequest, data_missing
+from fedmll.data.sources.labelled_images import UNCERTAIN_TARGETS, build_label_table, load_label_table, read_csv_columns
 from fedmll.data.targets import TEST, TRAIN, VALIDATION
-from fedmll.registry import register
 
 CLASSES = (
     *("No Finding", "Enlarged Cardiomediastinum", "Cardiomegaly", "Lung Opacity", "Lung Lesion", "Edema"),
@@ -35,7 +36,7 @@ UNCERTAIN = ("-1.0", "-1")
 FOLDERS = ("", "CheXpert-v1.0-small", "CheXpert-v1.0")
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     folder = find(request.root)
     if folder is None:
         raise data_missing(
@@ -47,13 +48,13 @@ def load(request: Request) -> Splits:
     problems = Problems(f"'{folder}'")
     tested = (folder / "test.csv").is_file()
     parts = [("train", TRAIN), ("valid", VALIDATION if tested else TEST), *([("test", TEST)] if tested else [])]
-    codes = CELLS | dict.fromkeys(UNCERTAIN, TARGET[request.reading.doubtful or "unknown"])
+    codes = CELLS | dict.fromkeys(UNCERTAIN, UNCERTAIN_TARGETS[request.reading.uncertain_labels or "unknown"])
     paths: list[Path] = []
     patients: list[str] = []
     split: list[int] = []
     labels = [np.zeros((0, len(CLASSES)), dtype=np.int8)]
     for part, side in parts:
-        read = csv_with(folder / f"{part}.csv", ("Path", *CLASSES), problems)
+        read = read_csv_columns(folder / f"{part}.csv", ("Path", *CLASSES), problems)
         if read is None:
             continue
         names, *columns = read[1]
@@ -63,8 +64,8 @@ def load(request: Request) -> Splits:
         split += [side] * len(names)
         labels.append(_labels(columns, codes, f"{part}.csv", problems))
     targets, sides = np.concatenate(labels), np.array(split, np.int8)
-    table = listed(problems, request.reading, paths, targets, CLASSES, sides, folder, patients)
-    return load_listed(table, f"'{folder}'", request, "patient")
+    table = build_label_table(problems, request.reading, paths, targets, CLASSES, sides, folder, patients)
+    return load_label_table(table, f"'{folder}'", request, "patient")
 
 
 def find(root: Path | None) -> Path | None:
@@ -75,18 +76,18 @@ def find(root: Path | None) -> Path | None:
 def _labels(columns: list[list[str]], codes: dict[str, int], file: str, problems: Problems) -> NDArray[np.int8]:
     strange = sorted({f"'{cell}'" for column in columns for cell in column if cell not in codes})
     if strange:
-        problems.add(f"'{file}' has cells that are none of 1, 0, -1 and blank: {some(strange)}.")
+        problems.add(f"'{file}' has cells that are none of 1, 0, -1 and blank: {abbreviate(strange)}.")
     return np.array([[codes.get(cell, UNKNOWN) for cell in column] for column in columns], dtype=np.int8).T
 
 
 register("source", "chexpert")(
     Source(
-        description="CheXpert, several observations an image, some unknown; --root DIR with CheXpert-v1.0-small",
+        description="CheXpert, several observations per image, some unknown; --root DIR with CheXpert-v1.0-small",
         load=load,
         available=lambda root: find(root) is not None,
         composes=False,
         group="patient",
-        settings=("doubtful",),
+        settings=("uncertain_labels",),
         classes=len(CLASSES),
         licence="Stanford's research agreement",
         published={"": {"train": 223414, "test": 234}},

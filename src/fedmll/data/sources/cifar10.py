@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import DataError
+from fedmll.core.registry import register
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images.decode import resized
-from fedmll.data.sources.base import Download, Request, Source, data_missing
+from fedmll.data.sources.base import DownloadableFile, Source, SourceRequest, data_missing
 from fedmll.data.sources.npz import read_npz
 from fedmll.data.targets import one_hot
-from fedmll.errors import DataError
-from fedmll.registry import register
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 BATCHES = "cifar-10-batches-py"
@@ -28,7 +28,7 @@ TEST_FILES = ("test_batch",)
 SIDE = 32
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     place = find(request.root)
     if place is None:
         raise data_missing(
@@ -64,7 +64,7 @@ def find(root: Path | None) -> Path | None:
     return packed[0] if packed else None
 
 
-def _dataset(images: NDArray[Any], numbers: NDArray[Any], place: Path, request: Request) -> Dataset:
+def _dataset(images: NDArray[Any], numbers: NDArray[Any], place: Path, request: SourceRequest) -> Dataset:
     if images.dtype != np.uint8 or images.shape[1:] != (SIDE, SIDE, 3) or numbers.shape != (len(images),):
         raise DataError(
             f"'{place}': CIFAR-10 images are uint8 (N, {SIDE}, {SIDE}, 3) with one class number each; these are "
@@ -117,7 +117,7 @@ register("source", "cifar10")(
         published={"": {"train": 50000, "test": 10000}},
         downloads={
             "": (
-                Download(
+                DownloadableFile(
                     "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"
                 ),
             )

@@ -1,4 +1,4 @@
-"""`coco:2014`, `coco:2017`: MS-COCO, 80 classes, several labels an image.
+"""`coco:2014`, `coco:2017`: MS-COCO, 80 classes, several labels per image.
 
 Lin, Maire, Belongie et al., Microsoft COCO: Common Objects in Context, ECCV 2014. https://cocodataset.org ;
 annotations CC BY 4.0, images under Flickr's terms of use.
@@ -20,19 +20,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.registry import register
 from fedmll.data.dataset import PRESENT, Splits
-from fedmll.data.images.reading import Problems, some
-from fedmll.data.sources.base import Request, Source, data_missing
-from fedmll.data.sources.listed import listed, load_listed, pieces
+from fedmll.data.images.problems import Problems, abbreviate
+from fedmll.data.sources.base import Source, SourceRequest, data_missing
+from fedmll.data.sources.labelled_images import build_label_table, check_exist, load_label_table
 from fedmll.data.targets import TEST, TRAIN
-from fedmll.registry import register
 
 SETS = (("train", TRAIN), ("val", TEST))
 YEARS = ("2014", "2017")
 KEPT = ("id", "name", "file_name", "image_id", "category_id", "images", "annotations", "categories")
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     year, root = request.argument, request.root
     if root is None or not available(root, year):
         raise data_missing(
@@ -50,7 +50,7 @@ def load(request: Request) -> Splits:
     for part, side in SETS:
         file = root / "annotations" / f"instances_{part}{year}.json"
         folder = _images(root, f"{part}{year}")
-        if not pieces(problems, file, folder):
+        if not check_exist(problems, file, folder):
             continue
         read = _read(file, problems)
         if read is None:
@@ -64,8 +64,8 @@ def load(request: Request) -> Splits:
         labels.append(targets)
         split += [side] * len(files)
     targets = np.concatenate(labels) if labels else np.zeros((0, len(names)), np.int8)
-    table = listed(problems, request.reading, paths, targets, names, np.array(split, np.int8), root)
-    return load_listed(table, f"'{root}'", request)
+    table = build_label_table(problems, request.reading, paths, targets, names, np.array(split, np.int8), root)
+    return load_label_table(table, f"'{root}'", request)
 
 
 def available(root: Path | None, year: str) -> bool:
@@ -95,7 +95,7 @@ def _read(file: Path, problems: Problems) -> tuple[list[str], NDArray[np.int8], 
     strange = [f"image {image}, category {kind}" for image, kind in pairs if image not in row or kind not in column]
     if strange:
         problems.add(
-            f"'{file.name}': {len(strange)} annotations are of images or categories it lacks: {some(strange)}."
+            f"'{file.name}': {len(strange)} annotations are of images or categories it lacks: {abbreviate(strange)}."
         )
     known = [(row[image], column[kind]) for image, kind in pairs if image in row and kind in column]
     labels = np.zeros((len(files), len(classes)), dtype=np.int8)
@@ -110,7 +110,7 @@ def _slim(values: dict[str, Any]) -> dict[str, Any]:
 
 register("source", "coco")(
     Source(
-        description="MS-COCO, several labels an image; --root DIR with annotations/ and the image folders",
+        description="MS-COCO, several labels per image; --root DIR with annotations/ and the image folders",
         load=load,
         available=lambda root: any(available(root, year) for year in YEARS),
         variants=YEARS,

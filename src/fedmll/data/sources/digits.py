@@ -8,25 +8,24 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.registry import register
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images.decode import resized
-from fedmll.data.sources.base import Request, Source
-from fedmll.data.targets import one_hot, splits_of
-from fedmll.registry import register
+from fedmll.data.sources.base import Source, SourceRequest
+from fedmll.data.targets import make_splits, one_hot
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     pixels, digits = read()
     images = np.minimum(pixels * 16, 255).astype(np.uint8).reshape(-1, 1, 8, 8)  # 17 grey levels, 0 to 16
     store = resized(images, request.size, request.progress)
-    return splits_of(Dataset(store, one_hot(digits, len(CLASSES), "digits"), CLASSES), None, "digits")
+    return make_splits(Dataset(store, one_hot(digits, len(CLASSES), "digits"), CLASSES), None, "digits")
 
 
 def read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Pixels (N, 64) and digits. Read from scikit-learn's own file: to import it takes more than a second, which every
-    first look at this program would wait for."""
+    """Pixels (N, 64) and digits, read from scikit-learn's file, because importing scikit-learn takes over a second."""
     package = find_spec("sklearn")
     assert package is not None and package.origin is not None
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"

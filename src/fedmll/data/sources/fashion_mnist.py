@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import DataError
+from fedmll.core.registry import register
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images.decode import resized
-from fedmll.data.sources.base import Download, Request, Source, data_missing
+from fedmll.data.sources.base import DownloadableFile, Source, SourceRequest, data_missing
 from fedmll.data.targets import one_hot
-from fedmll.errors import DataError
-from fedmll.registry import register
 
 CLASSES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -29,7 +29,7 @@ FILES = {
 }
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     folder = request.root or DEBIAN
     if not available(request.root):
         raise data_missing(
@@ -52,7 +52,7 @@ def _file(folder: Path, part: str, kind: str) -> Path:
     return zipped if zipped.is_file() else folder / f"{part}-{kind}"
 
 
-def _dataset(folder: Path, part: str, request: Request) -> Dataset:
+def _dataset(folder: Path, part: str, request: SourceRequest) -> Dataset:
     images, labels = (_read_idx(_file(folder, part, kind)) for kind in (IMAGES, LABELS))
     if images.ndim != 3 or labels.shape != (len(images),):
         raise DataError(
@@ -84,6 +84,6 @@ register("source", "fashion-mnist")(
         classes=len(CLASSES),
         licence="MIT",
         published={"": {"train": 60000, "test": 10000}},
-        downloads={"": tuple(Download(f"{HOST}/{file}", f"md5:{md5}") for file, md5 in FILES.items())},
+        downloads={"": tuple(DownloadableFile(f"{HOST}/{file}", f"md5:{md5}") for file, md5 in FILES.items())},
     )
 )

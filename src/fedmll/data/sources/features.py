@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import ConfigError, DataError
+from fedmll.core.registry import register
 from fedmll.data.dataset import Dataset, Splits
-from fedmll.data.sources.base import Request, Source
+from fedmll.data.sources.base import Source, SourceRequest
 from fedmll.data.sources.npz import class_names, read_npz
-from fedmll.data.targets import check_classes, check_positives, three_valued
-from fedmll.errors import ConfigError, DataError
-from fedmll.registry import register
+from fedmll.data.targets import check_classes, check_positives, parse_targets
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     file = request.file()
     if request.size is not None:
         raise ConfigError(f"data.size is set, and '{file}' has feature vectors, which have no size. Leave it out.")
@@ -52,7 +52,7 @@ def _dataset(arrays: dict[str, NDArray[Any]], part: str, classes: tuple[str, ...
             f"'{file}': {len(bad)} vectors of x_{part} hold NaN or infinite numbers (the first: row {bad[0]}). "
             "Replace them."
         )
-    return Dataset(vectors, three_valued(labels, classes, f"'{file}', y_{part}"), classes)
+    return Dataset(vectors, parse_targets(labels, classes, f"'{file}', y_{part}"), classes)
 
 
 register("source", "features")(

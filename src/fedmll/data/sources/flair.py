@@ -8,9 +8,9 @@ DIR/small_images/IMAGE_ID.jpg      256 × 256
 or DIR/*.hdf5 (or DIR is the file; extra `hdf5`), as ml-flair writes it, by user or by image, or as pfl-research does
 (fedmll.data.sources.flair_hdf5)
 
-The official split (train, val, test) divides the users. Images are decoded when a client is trained, and only its own;
-what is kept is an index of who has what (in the cache), so that 51,414 users cost no more than a table. Classes are in
-alphabetical order. A label that no training image has is named in a note: it is part of the published task.
+The official split (train, val, test) divides the users. Images are decoded when a client is trained, and only its own
+images; the cache has only an index of users, images and labels, so that 51,414 users need little memory. Classes are in
+alphabetical order. A note names labels without a training image: they are part of the published task.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import DataError
+from fedmll.core.files import atomic_replace
+from fedmll.core.registry import register
 from fedmll.data.dataset import PRESENT, Dataset, Splits
 from fedmll.data.images.cache import content_key, image_folder
 from fedmll.data.images.decode import DEFAULT_SIDE, LARGEST_NATIVE_SIDE, open_image
-from fedmll.data.images.lazy import LazyImages
-from fedmll.data.images.reading import Problems, some
-from fedmll.data.sources.base import Request, Source, data_missing
-from fedmll.data.sources.flair_hdf5 import KINDS, PARTITIONS, Listing, hdf5_file, hdf5_index, pixels_reader
-from fedmll.data.sources.listed import pieces
+from fedmll.data.images.lazy_images import LazyImages
+from fedmll.data.images.problems import Problems, abbreviate
+from fedmll.data.sources.base import Source, SourceRequest, data_missing
+from fedmll.data.sources.flair_hdf5 import KINDS, PARTITIONS, FlairListing, hdf5_file, hdf5_index, pixels_reader
+from fedmll.data.sources.labelled_images import check_exist
 from fedmll.data.targets import TEST, TRAIN, VALIDATION
-from fedmll.errors import DataError
-from fedmll.files import replacing
-from fedmll.registry import register
 
 METADATA, IMAGES = "labels_and_metadata.json", "small_images"
 CHUNK = 1 << 22
@@ -46,8 +46,8 @@ ROWS_AT_ONCE = 16_384
 
 
 @dataclass(frozen=True)
-class Index:
-    """Who has what: the rows are the images, training before validation before test, and a user's together."""
+class FlairIndex:
+    """One row per image: training, validation, then test images; the images of a user are consecutive."""
 
     images: NDArray[np.bytes_]  # (N,) ids
     users: NDArray[np.bytes_]  # (U,)
@@ -59,7 +59,7 @@ class Index:
     fine_pairs: NDArray[np.int32]
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     kind, root = request.argument, request.root
     file = None if root is None else hdf5_file(root)
     if root is None or (file is None and not (root / METADATA).is_file()):
@@ -90,7 +90,7 @@ def load(request: Request) -> Splits:
     train, validation, test = parts
     never = np.flatnonzero(np.bincount(pairs[1, pairs[0] < len(train)], minlength=len(names)) == 0)
     if len(never):
-        notes += (f"{len(never)} labels are on no training image: {some([names[place] for place in never])}",)
+        notes += (f"{len(never)} labels are on no training image: {abbreviate([names[place] for place in never])}",)
     return Splits(train, test, validation if len(validation) else None, notes=notes)
 
 
@@ -114,15 +114,15 @@ def _sides(first: Any, size: tuple[int, int] | None) -> tuple[tuple[int, int], t
 # The index
 
 
-def _indexed(root: Path, file: Path | None) -> tuple[str, Index]:
-    """The index from the cache, or made. It is made again when the metadata or the folder of images changes."""
+def _indexed(root: Path, file: Path | None) -> tuple[str, FlairIndex]:
+    """The index, from the cache or built. It is built again if the metadata or the image folder changed."""
     watched = [file] if file is not None else [root / METADATA, root / IMAGES]
     times = [(path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else None for path in watched]
     key = content_key("flair", *(path.absolute() for path in watched), *times)
     kept = image_folder() / f"{key}.npz"
     try:
         with np.load(kept, allow_pickle=False) as arrays:
-            return key, Index(**{one.name: arrays[one.name] for one in fields(Index)})
+            return key, FlairIndex(**{one.name: arrays[one.name] for one in fields(FlairIndex)})
     except (OSError, ValueError, KeyError, EOFError):
         pass
     problems = Problems(f"'{file or root}'")
@@ -130,12 +130,12 @@ def _indexed(root: Path, file: Path | None) -> tuple[str, Index]:
     problems.report()
     found = _sorted(listing)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(kept) as temporary, temporary.open("wb") as stream:
-        np.savez(stream, **{one.name: getattr(found, one.name) for one in fields(Index)})
+    with atomic_replace(kept) as temporary, temporary.open("wb") as stream:
+        np.savez(stream, **{one.name: getattr(found, one.name) for one in fields(FlairIndex)})
     return key, found
 
 
-def _sorted(listing: Listing) -> Index:
+def _sorted(listing: FlairListing) -> FlairIndex:
     users, by_name = _alphabetical(listing.users)
     user = by_name[np.array(listing.user, dtype=np.int32)]
     images, split = np.array(listing.images), np.array(listing.split, dtype=np.int8)
@@ -148,23 +148,23 @@ def _sorted(listing: Listing) -> Index:
         rows = np.repeat(place, np.array(listing.counts[kind], dtype=np.int32))
         found = np.stack([rows, column[np.array(listing.columns[kind], dtype=np.int32)]])
         pairs[kind] = found[:, np.argsort(found[0], kind="stable")]
-    return Index(
+    return FlairIndex(
         images[order], users, user[order], split[order], names["coarse"], names["fine"], pairs["coarse"], pairs["fine"]
     )
 
 
 def _alphabetical(numbers: dict[str, int]) -> tuple[NDArray[np.bytes_], NDArray[np.int32]]:
-    """The names in order, and for each old number the new one."""
+    """The names in alphabetical order, and the new number for each old number."""
     names = sorted(numbers)
     new = np.empty(len(names), dtype=np.int32)
     new[[numbers[name] for name in names]] = np.arange(len(names), dtype=np.int32)
     return np.array([name.encode() for name in names], dtype=np.bytes_), new
 
 
-def _from_json(root: Path, problems: Problems) -> Listing:
-    listing = Listing()
+def _from_json(root: Path, problems: Problems) -> FlairListing:
+    listing = FlairListing()
     folder = root / IMAGES
-    is_there = pieces(problems, folder)
+    is_there = check_exist(problems, folder)
     there = {entry.name for entry in os.scandir(folder)} if is_there else set()
     missing, wrong = [], []
     try:
@@ -182,17 +182,17 @@ def _from_json(root: Path, problems: Problems) -> Listing:
     if wrong:
         problems.add(
             f"{len(wrong)} entries of '{METADATA}' are not {{user_id, image_id, labels, fine_grained_labels, "
-            f"partition}}: {some(wrong)}."
+            f"partition}}: {abbreviate(wrong)}."
         )
     if missing and is_there:
-        problems.add(f"{len(missing)} of {len(listing.images)} images are not in {IMAGES}/: {some(missing)}.")
+        problems.add(f"{len(missing)} of {len(listing.images)} images are not in {IMAGES}/: {abbreviate(missing)}.")
     elif not listing.images and not problems.found:
         problems.add(f"'{METADATA}' lists no images.")
     return listing
 
 
 def _entries(file: Path) -> Iterator[Any]:
-    """The entries of a JSON list, one at a time: the whole would take a gigabyte."""
+    """The entries of a JSON list, one at a time: the whole list would need a gigabyte of memory."""
     decoder = json.JSONDecoder()
     with file.open(encoding="utf-8") as stream:
         text = stream.read(CHUNK).lstrip()
@@ -215,10 +215,10 @@ def _entries(file: Path) -> Iterator[Any]:
 
 
 def _dense(key: str, pairs: NDArray[np.int32], samples: int, classes: int) -> NDArray[np.int8]:
-    """Targets with a column a class, mapped from the cache: of 1,628 labels they would be 700 MB of memory."""
+    """Targets with one column per class, memory-mapped from the cache: 1,628 labels would need 700 MB of memory."""
     path = image_folder() / f"{key}-labels.npy"
     if not path.is_file():
-        with replacing(path) as temporary, temporary.open("wb") as stream:
+        with atomic_replace(path) as temporary, temporary.open("wb") as stream:
             shape = {"descr": "|i1", "fortran_order": False, "shape": (samples, classes)}
             np.lib.format.write_array_header_1_0(stream, shape)
             for begin in range(0, samples, ROWS_AT_ONCE):
@@ -232,12 +232,12 @@ def _dense(key: str, pairs: NDArray[np.int32], samples: int, classes: int) -> ND
 
 register("source", "flair")(
     Source(
-        description="FLAIR, several labels an image, its users are the clients; --root DIR or an HDF5 file",
+        description="FLAIR, several labels per image, its users are the clients; --root DIR or an HDF5 file",
         load=load,
         available=lambda root: root is not None and ((root / METADATA).is_file() or hdf5_file(root) is not None),
         variants=tuple(KINDS),
         composes=False,
-        says_clients=True,
+        has_clients=True,
         classes={"coarse": 17, "fine": 1628},
         licence="CC BY-NC 4.0; images: Flickr's terms",
         published={kind: {"train": 345879, "validation": 39239, "test": 43960} for kind in KINDS},

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.data.images.reading import Problems, some
+from fedmll.core.errors import DataError
+from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.targets import TEST, TRAIN, VALIDATION
-from fedmll.errors import DataError
 
 PARTITIONS = {"train": TRAIN, "val": VALIDATION, "test": TEST}
 KINDS = {"coarse": "labels", "fine": "fine_grained_labels"}
@@ -32,12 +32,12 @@ SEPARATOR = "/"  # of an image's id and its place at its user
 
 
 def numbered() -> dict[str, int]:
-    """Names that get the numbers 0, 1, 2, … as they are first asked for."""
+    """A mapping that numbers names 0, 1, 2, … in the order of their first use."""
     return defaultdict(count().__next__)
 
 
-class Listing:
-    """What is read of the images one after the other, in little memory and time: they are 429,078."""
+class FlairListing:
+    """Collects the 429,078 images and labels one after the other, with little memory."""
 
     def __init__(self) -> None:
         self.images: list[bytes] = []
@@ -57,18 +57,18 @@ class Listing:
 
 
 def hdf5_file(root: Path) -> Path | None:
-    """The one HDF5 file that `root` is or holds."""
+    """The HDF5 file: `root` itself, or the only one in it."""
     if root.is_file():
         return root if root.suffix in ENDINGS else None
     found = sorted(path for ending in ENDINGS for path in root.glob(f"*{ending}"))
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
-        raise DataError(f"'{root}' holds several HDF5 files: {names}. Give the one that you mean as --root.")
+        raise DataError(f"'{root}' holds several HDF5 files: {names}. Give one of them as --root.")
     return found[0] if found else None
 
 
-def hdf5_index(file: Path, problems: Problems) -> Listing:
-    listing = Listing()
+def hdf5_index(file: Path, problems: Problems) -> FlairListing:
+    listing = FlairListing()
     wrong: list[str] = []
     with _opened(file) as archive:
         missing = [part for part in PARTITIONS if part not in archive]
@@ -82,14 +82,17 @@ def hdf5_index(file: Path, problems: Problems) -> Listing:
                 except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
                     wrong.append(f"/{part}/{name} ({error})")
     if wrong:
-        problems.add(f"{len(wrong)} groups are neither a user nor an image of FLAIR: {some(wrong)}.")
+        problems.add(f"{len(wrong)} groups are neither a user nor an image of FLAIR: {abbreviate(wrong)}.")
     return listing
 
 
 def pixels_reader(
     file: Path, images: NDArray[np.bytes_], users: NDArray[np.bytes_], split: NDArray[np.int8]
 ) -> Callable[[int], NDArray[np.uint8]]:
-    """The pixels of a row. A process opens the file for itself: an HDF5 file is not shared over a fork."""
+    """A function that returns the pixels of a row.
+
+    Each process opens the file itself: HDF5 files do not survive a fork.
+    """
     parts = {code: part for part, code in PARTITIONS.items()}
     opened: dict[int, Any] = {}
 
@@ -126,7 +129,7 @@ def _mapped_names(archive: Any) -> dict[str, dict[int, str]]:
     return found
 
 
-def _add_user(listing: Listing, user: str, group: Any, split: int, names: dict[str, dict[int, str]]) -> None:
+def _add_user(listing: FlairListing, user: str, group: Any, split: int, names: dict[str, dict[int, str]]) -> None:
     count = len(group["images"])
     ids = [_text(value) for value in group["image_ids"][()]] if "image_ids" in group else [user] * count
     labels: dict[str, list[list[str]]] = {}
@@ -143,7 +146,7 @@ def _add_user(listing: Listing, user: str, group: Any, split: int, names: dict[s
         listing.add(f"{image}{SEPARATOR}{place}", user, split, labels["coarse"][place], labels["fine"][place])
 
 
-def _add_image(listing: Listing, image: str, group: Any, split: int, names: dict[str, dict[int, str]]) -> None:
+def _add_image(listing: FlairListing, image: str, group: Any, split: int, names: dict[str, dict[int, str]]) -> None:
     coarse, fine = (_split(group[column][()]) for column in KINDS.values())
     listing.add(f"{image}{SEPARATOR}", _text(group["user_id"][()]), split, coarse, fine)
 

@@ -1,6 +1,6 @@
 """`folder:labels.csv`: image files in the folder `--root` and their labels in a CSV (its columns: see data.labels_csv).
 
-Without `--root` the images are looked for beside the CSV. Without a `split` column a fifth is test, the same fifth for
+Without `--root` the images are next to the CSV. Without a `split` column a fifth is test, the same fifth for
 every seed.
 """
 
@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedmll.config.settings import ReadingOptions
+from fedmll.core.errors import DataError
+from fedmll.core.registry import register
 from fedmll.data.dataset import Splits
-from fedmll.data.images.cache import Progress, silent
+from fedmll.data.images.cache import Progress, no_progress
 from fedmll.data.images.decode import Size
 from fedmll.data.images.labels_csv import read_labels
-from fedmll.data.sources.base import Request, Source
-from fedmll.data.sources.listed import LabelledImages, encoded, images_of, splits_from
-from fedmll.errors import DataError
-from fedmll.registry import register
-from fedmll.settings import Reading
-
-__all__ = ["LabelledImages", "encoded", "load", "read"]
+from fedmll.data.sources.base import Source, SourceRequest
+from fedmll.data.sources.labelled_images import LabelledImages, decode_table, splits_from
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     file = request.file()
     root = request.root or file.parent
     if not root.is_dir():
@@ -34,11 +32,11 @@ def load(request: Request) -> Splits:
 
 
 def read(
-    file: Path, root: Path, size: Size = None, reading: Reading | None = None, progress: Progress = silent
+    file: Path, root: Path, size: Size = None, reading: ReadingOptions | None = None, progress: Progress = no_progress
 ) -> LabelledImages:
-    """The labels, and the images from the cache if they are in it. Every problem of both is in one DataError."""
-    reading = reading or Reading()
-    return images_of(read_labels(file, root, reading), size, reading, progress)
+    """Read the labels and the images. One DataError contains all problems of both."""
+    reading = reading or ReadingOptions()
+    return decode_table(read_labels(file, root, reading), size, reading, progress)
 
 
 register("source", "folder")(
@@ -47,7 +45,7 @@ register("source", "folder")(
         load=load,
         available=lambda root: True,
         file="labels.csv",
-        says_clients=True,
+        has_clients=True,
         settings=("classes", "ignore", "group", "window"),
     )
 )

@@ -6,7 +6,7 @@ CC BY-NC 4.0.
 DIR/HAM10000_metadata.csv                              lesion_id,image_id,dx,… (also without .csv, as Dataverse has it)
 DIR/HAM10000_images_part_1/ISIC_0027419.jpg            and HAM10000_images_part_2/, or all in HAM10000_images/
 
-There is no official split: a fifth of the lesions is test, and a lesion (`lesion_id`) is on one side of every split.
+There is no official split: a fifth of the lesions is test, and a lesion (`lesion_id`) stays on one side of each split.
 DermaMNIST's composites are made of it: `ml-ham10000` with `data.singles = "all"` and `data.pairs = 50`.
 """
 
@@ -16,42 +16,48 @@ from pathlib import Path
 
 import numpy as np
 
+from fedmll.core.registry import register
 from fedmll.data.dataset import PRESENT, Splits
-from fedmll.data.images.reading import Problems, some
-from fedmll.data.sources.base import Request, Source, data_missing
-from fedmll.data.sources.listed import by_stem, csv_with, listed, load_listed, pieces
-from fedmll.registry import register
+from fedmll.data.images.problems import Problems, abbreviate
+from fedmll.data.sources.base import Source, SourceRequest, data_missing
+from fedmll.data.sources.labelled_images import (
+    build_label_table,
+    check_exist,
+    find_images_by_stem,
+    load_label_table,
+    read_csv_columns,
+)
 
 CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata")
 LESION = "lesion_id"
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     root, metadata = request.root, find(request.root)
     if root is None or metadata is None:
         raise data_missing(
             "ham10000",
             root,
             "HAM10000_metadata.csv, and the images in HAM10000_images_part_1/ and HAM10000_images_part_2/",
-            "Get both from https://doi.org/10.7910/DVN/DBW86T and unpack the images beside the CSV.",
+            "Get both from https://doi.org/10.7910/DVN/DBW86T and unpack the images next to the CSV.",
         )
     problems = Problems(f"'{root}'")
     folders = sorted(path for path in root.glob("HAM10000_images*") if path.is_dir())
     if not (root / "HAM10000_images").is_dir():
-        pieces(problems, root / "HAM10000_images_part_1", root / "HAM10000_images_part_2")
-    read = csv_with(metadata, (LESION, "image_id", "dx"), problems)
+        check_exist(problems, root / "HAM10000_images_part_1", root / "HAM10000_images_part_2")
+    read = read_csv_columns(metadata, (LESION, "image_id", "dx"), problems)
     lesions, names, kinds = read[1] if read else ([], [], [])
     strange = sorted({f"'{kind}'" for kind in kinds if kind not in CLASSES})
     if strange:
-        problems.add(f"the column 'dx' names what is none of {', '.join(CLASSES)}: {some(strange)}.")
+        problems.add(f"the column 'dx' names what is none of {', '.join(CLASSES)}: {abbreviate(strange)}.")
     labels = np.array([[PRESENT if kind == name else 0 for name in CLASSES] for kind in kinds], dtype=np.int8)
-    there = by_stem(folders, (".jpg",))
+    there = find_images_by_stem(folders, (".jpg",))
     first = folders[0] if folders else root
     paths = [there.get(name, first / f"{name}.jpg") for name in names]
     targets = labels.reshape(len(names), len(CLASSES))
-    table = listed(problems, request.reading, paths, targets, CLASSES, None, root, lesions)
-    return load_listed(table, f"'{root}'", request, LESION)
+    table = build_label_table(problems, request.reading, paths, targets, CLASSES, None, root, lesions)
+    return load_label_table(table, f"'{root}'", request, LESION)
 
 
 def find(root: Path | None) -> Path | None:

@@ -20,22 +20,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import DataError
+from fedmll.core.registry import register
 from fedmll.data.dataset import PRESENT, Dataset, Splits
 from fedmll.data.images.cache import content_key
 from fedmll.data.images.decode import EncodedImages, decoded_images
-from fedmll.data.images.reading import Problems, left_out, readable, some
-from fedmll.data.sources.base import Request, Source
-from fedmll.data.targets import TEST, TRAIN, VALIDATION, splits_of
-from fedmll.errors import DataError
-from fedmll.registry import register
+from fedmll.data.images.problems import Problems, abbreviate, check_readable, describe_skipped
+from fedmll.data.sources.base import Source, SourceRequest
+from fedmll.data.targets import TEST, TRAIN, VALIDATION, make_splits
 
 SPLITS = {"train": TRAIN, "validation": VALIDATION, "val": VALIDATION, "valid": VALIDATION, "test": TEST}
 PIECES_KEPT = 4  # row groups that are held while images are decoded
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a file that is read at once: a row group of a parquet file, a batch of an arrow file."""
+class RowGroup:
+    """A part of a file that is read in one step: a row group of a parquet file, or a batch of an arrow file."""
 
     file: Path
     number: int
@@ -43,7 +43,7 @@ class Piece:
     split: int
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     try:
         import pyarrow  # noqa: F401
     except ImportError:
@@ -63,16 +63,18 @@ def load(request: Request) -> Splits:
     images = decoded_images(
         _key(files), lambda: _encoded(pieces, image), request.size, request.reading, request.progress
     )
-    kept, skipped = readable(len(labels), _encoded(pieces, image).name, images.unreadable, request.reading, problems)
+    kept, skipped = check_readable(
+        len(labels), _encoded(pieces, image).name, images.unreadable, request.reading, problems
+    )
     samples = Dataset(images.store, labels, classes)
     split = np.repeat([piece.split for piece in pieces], [piece.rows for piece in pieces]).astype(np.int8)
     sides = split[kept] if (split == TEST).any() else None
-    splits = splits_of(samples.subset(kept), sides, where, request.require_positives)
-    return replace(splits, window=images.window, notes=(*images.notes, *left_out((), skipped)))
+    splits = make_splits(samples.subset(kept), sides, where, request.require_positives)
+    return replace(splits, window=images.window, notes=(*images.notes, *describe_skipped((), skipped)))
 
 
 def _files(folder: Path) -> list[tuple[Path, int]]:
-    """The files of the splits that are known by name, in order."""
+    """The files of the known splits, in order."""
     found = [(path, path.name.partition("-")[0]) for path in sorted(folder.glob("**/*.parquet"))]
     found += [(path, path.parent.name) for path in sorted(folder.glob("*/*.arrow"))]
     known = [(path, SPLITS[name]) for path, name in found if name in SPLITS]
@@ -84,7 +86,7 @@ def _files(folder: Path) -> list[tuple[Path, int]]:
     return known
 
 
-def _pieces(file: Path, split: int, problems: Problems) -> list[Piece]:
+def _pieces(file: Path, split: int, problems: Problems) -> list[RowGroup]:
     import pyarrow
 
     try:
@@ -98,7 +100,7 @@ def _pieces(file: Path, split: int, problems: Problems) -> list[Piece]:
     except (pyarrow.ArrowException, OSError) as error:
         problems.add(f"'{file.name}' cannot be read ({str(error)[:120]}). Copy it again.")
         return []
-    return [Piece(file, number, rows, split) for number, rows in enumerate(counts)]
+    return [RowGroup(file, number, rows, split) for number, rows in enumerate(counts)]
 
 
 def _stream(file: Path) -> list[Any]:
@@ -107,7 +109,7 @@ def _stream(file: Path) -> list[Any]:
     return list(pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))))
 
 
-def _read(piece: Piece, column: str) -> Any:
+def _read(piece: RowGroup, column: str) -> Any:
     if piece.file.suffix == ".parquet":
         from pyarrow import parquet
 
@@ -124,7 +126,7 @@ def _schema(file: Path) -> Any:
 
 
 def _columns(schema: Any, problems: Problems) -> tuple[str, str]:
-    """The first column of images, and the first of lists: by name if one is called so."""
+    """The first image column, and the label column: `labels` or `label`, otherwise the first column of lists."""
     from pyarrow import types
 
     images = [f.name for f in schema if types.is_struct(f.type) and {"bytes", "path"} <= {k.name for k in f.type}]
@@ -137,7 +139,7 @@ def _columns(schema: Any, problems: Problems) -> tuple[str, str]:
 
 
 def _names(schema: Any, column: str) -> list[str] | None:
-    """Of labels that are numbers: their names, from the dataset's features."""
+    """The class names of numeric labels, from the dataset's features."""
     text = (schema.metadata or {}).get(b"huggingface")
     feature = json.loads(text).get("info", {}).get("features", {}).get(column) if text else None
     inner = feature.get("feature", feature) if isinstance(feature, dict) else (feature or [None])[0]
@@ -147,7 +149,7 @@ def _names(schema: Any, column: str) -> list[str] | None:
 def _labels(
     values: list[Any], names: list[str] | None, column: str, problems: Problems
 ) -> tuple[tuple[str, ...], NDArray[np.int8]]:
-    """Blank (null) is unknown; an empty list is an image without any of the classes."""
+    """Targets from lists of labels. A null is unknown; an empty list is an image without any of the classes."""
     seen = {value for row in values if row is not None for value in row}
     if names is None and not all(isinstance(value, str) for value in seen):
         problems.add(f"the column '{column}' has numbers, and the dataset does not say which class each is.")
@@ -156,7 +158,7 @@ def _labels(
     place = {name: number for number, name in enumerate(classes)}
     strange = sorted(str(v) for v in seen if (v not in place if isinstance(v, str) else not 0 <= v < len(classes)))
     if strange:
-        problems.add(f"the column '{column}' has {some(strange)}, and the classes are {len(classes)}.")
+        problems.add(f"the column '{column}' has {abbreviate(strange)}, and the classes are {len(classes)}.")
     labels = np.full((len(values), len(classes)), -1, dtype=np.int8)
     for row, listed in enumerate(values):
         if listed is not None:
@@ -171,7 +173,7 @@ def _key(files: list[tuple[Path, int]]) -> str:
     return content_key("hf", *status)
 
 
-def _encoded(pieces: list[Piece], image: str) -> EncodedImages:
+def _encoded(pieces: list[RowGroup], image: str) -> EncodedImages:
     starts = np.cumsum([0, *(piece.rows for piece in pieces)])
     column: Callable[[int], Any] = lru_cache(PIECES_KEPT)(lambda place: _read(pieces[place], image)[image])
 

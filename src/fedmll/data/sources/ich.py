@@ -21,14 +21,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.registry import register
+from fedmll.core.seeding import numpy_generator
 from fedmll.data.dataset import Splits
 from fedmll.data.images.dicom import ENDINGS
-from fedmll.data.images.reading import Problems, some
-from fedmll.data.sources.base import Request, Source, data_missing
-from fedmll.data.sources.listed import by_stem, listed, load_listed
+from fedmll.data.images.problems import Problems, abbreviate
+from fedmll.data.sources.base import Source, SourceRequest, data_missing
+from fedmll.data.sources.labelled_images import build_label_table, find_images_by_stem, load_label_table
 from fedmll.data.targets import SPLIT_SEED, TEST, TRAIN
-from fedmll.registry import register
-from fedmll.seeding import numpy_generator
 
 CLASSES = ("epidural", "intraparenchymal", "intraventricular", "subarachnoid", "subdural")
 ANY = "any"
@@ -38,29 +38,29 @@ TRAINING, SHARE = 25_000, 0.7
 BRAIN = (0.0, 80.0)  # Hounsfield units: centre 40, width 80
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     root = request.root
     if root is None or not (root / LABELS).is_file():
         raise data_missing(
             "ich",
             root,
-            f"{LABELS}, and the slices in a folder beside it (stage_2_train/*.dcm, or *.png)",
+            f"{LABELS}, and the slices in a folder next to it (stage_2_train/*.dcm, or *.png)",
             "Get it from https://www.kaggle.com/c/rsna-intracranial-hemorrhage-detection.",
         )
     problems = Problems(f"'{root}'")
     folders = sorted(path for path in root.iterdir() if path.is_dir())
-    there = by_stem(folders, FORMATS)
+    there = find_images_by_stem(folders, FORMATS)
     if not there:
         problems.add("there is no folder with slices (.dcm, .png or .jpg) in it.")
     names, labels = _read(root / LABELS, set(there), problems)
     unlabelled = [f"'{there[name]}'" for name in sorted(there.keys() - set(names))]
     if unlabelled and names:
-        problems.add(f"{len(unlabelled)} slices have no labels in {LABELS}: {some(unlabelled)}.")
+        problems.add(f"{len(unlabelled)} slices have no labels in {LABELS}: {abbreviate(unlabelled)}.")
     paths = [there[name] for name in names]
     if any(path.suffix.lower() in ENDINGS for path in paths) and request.reading.window is None:
         request = replace(request, reading=replace(request.reading, window=BRAIN))
-    table = listed(problems, request.reading, paths, labels, CLASSES, _split(len(names)), root)
-    return load_listed(table, f"'{root}'", request)
+    table = build_label_table(problems, request.reading, paths, labels, CLASSES, _split(len(names)), root)
+    return load_label_table(table, f"'{root}'", request)
 
 
 def _split(samples: int) -> NDArray[np.int8]:
@@ -90,10 +90,10 @@ def _read(file: Path, wanted: set[str], problems: Problems) -> tuple[list[str], 
             elif kind != ANY:
                 found.setdefault(name, np.full(len(CLASSES), -1, dtype=np.int8))[column[kind]] = value == "1"
     if strange:
-        problems.add(f"'{file.name}' has {len(strange)} rows that are no ID_…_type,0 or 1: {some(strange)}.")
+        problems.add(f"'{file.name}' has {len(strange)} rows that are no ID_…_type,0 or 1: {abbreviate(strange)}.")
     partly = [f"'{name}'" for name, targets in found.items() if (targets < 0).any()]
     if partly:
-        problems.add(f"'{file.name}' has not all {len(CLASSES)} types of {len(partly)} slices: {some(partly)}.")
+        problems.add(f"'{file.name}' has not all {len(CLASSES)} types of {len(partly)} slices: {abbreviate(partly)}.")
     names = sorted(found)
     labels = np.array([found[name] for name in names], dtype=np.int8).reshape(len(names), len(CLASSES))
     return names, labels

@@ -7,8 +7,8 @@ DIR/dermamnist.npz       28 × 28; dermamnist_64.npz, _128 and _224 are larger
      train_images, val_images, test_images    uint8 (N, side, side) or (N, side, side, 3)
      train_labels, val_labels, test_labels    (N, 1) class numbers; of ChestMNIST (N, 14) with 1 and 0
 
-The official split has validation data. ChestMNIST has several labels an image, the others one: `ml-medmnist:dermamnist`
-makes composites of them.
+The official split has validation data. ChestMNIST has several labels per image, the others one:
+`ml-medmnist:dermamnist` makes composites of them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import DataError
+from fedmll.core.registry import register
+from fedmll.core.text import suggest
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images.decode import resized
-from fedmll.data.images.reading import Problems
-from fedmll.data.sources.base import Download, Request, Source, data_missing
+from fedmll.data.images.problems import Problems
+from fedmll.data.sources.base import DownloadableFile, Source, SourceRequest, data_missing
 from fedmll.data.sources.npz import read_npz
-from fedmll.data.targets import check_positives, three_valued
-from fedmll.errors import DataError, nearest
-from fedmll.registry import register
+from fedmll.data.targets import check_positives, parse_targets
 
 ORGANS = (
     *("bladder", "femur-left", "femur-right", "heart", "kidney-left", "kidney-right", "liver", "lung-left"),
@@ -89,12 +90,12 @@ MD5 = {  # of the 28-pixel files
 ZENODO = "https://zenodo.org/records/10519652/files"
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     name = Path(request.argument).name.removesuffix(".npz")
     kind = name.partition("_")[0]
     if kind not in CLASSES or name.removeprefix(kind) not in SIZES:
         known = [known + size for known in CLASSES for size in SIZES]
-        raise DataError(f"There is no 2-D set '{name}' in MedMNIST{nearest(name, known)}")
+        raise DataError(f"There is no 2-D set '{name}' in MedMNIST{suggest(name, known)}")
     file = None if request.root is None else request.root / f"{name}.npz"
     if file is None or not file.is_file():
         raise data_missing(
@@ -126,12 +127,12 @@ def _check(images: NDArray[Any], labels: NDArray[Any], part: str, classes: int, 
         problems.add(f"there are {len(images)} {part} images and {len(labels)} labels of them.")
 
 
-def _dataset(arrays: dict[str, NDArray[Any]], part: str, kind: str, file: Path, request: Request) -> Dataset:
+def _dataset(arrays: dict[str, NDArray[Any]], part: str, kind: str, file: Path, request: SourceRequest) -> Dataset:
     images, labels, classes = arrays[f"{part}_images"], arrays[f"{part}_labels"], CLASSES[kind]
     planes = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
     store = resized(np.ascontiguousarray(planes), request.size, request.progress)
     numbers = labels if kind == "chestmnist" else labels[:, 0]
-    return Dataset(store, three_valued(numbers.astype(np.int64), classes, f"'{file}', {part}_labels"), classes)
+    return Dataset(store, parse_targets(numbers.astype(np.int64), classes, f"'{file}', {part}_labels"), classes)
 
 
 register("source", "medmnist")(
@@ -146,6 +147,8 @@ register("source", "medmnist")(
             for name, counts in COUNTS.items()
             for size in SIZES
         },
-        downloads={name: (Download(f"{ZENODO}/{name}.npz?download=1", f"md5:{md5}"),) for name, md5 in MD5.items()},
+        downloads={
+            name: (DownloadableFile(f"{ZENODO}/{name}.npz?download=1", f"md5:{md5}"),) for name, md5 in MD5.items()
+        },
     )
 )

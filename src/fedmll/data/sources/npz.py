@@ -1,4 +1,4 @@
-"""Reading `.npz` files that came from somebody else: no pickled objects, and errors that name the file."""
+"""Read untrusted `.npz` files: no pickled objects, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.errors import DataError
+from fedmll.core.errors import DataError
 
 
 def read_npz(file: Path, needed: Iterable[str], optional: Iterable[str] = ()) -> dict[str, NDArray[Any]]:
-    """The arrays `needed`, and those of `optional` that are there; the others in the file are not read."""
+    """The arrays `needed`, and those of `optional` that exist; other arrays are not read."""
     needed, optional = list(needed), list(optional)
     if not file.is_file():
         raise DataError(
             f"The file '{file}' does not exist; an .npz with the arrays {', '.join(needed)} is expected there."
         )
     try:
-        if not zipfile.is_zipfile(file):  # numpy would read a plain .npy too, and give something else
+        if not zipfile.is_zipfile(file):  # numpy would also accept a plain .npy file
             raise ValueError("it is not a zip archive, as every .npz is")
         with np.load(file, allow_pickle=False) as archive:
             names = archive.files
@@ -40,7 +40,7 @@ def read_npz(file: Path, needed: Iterable[str], optional: Iterable[str] = ()) ->
 
 
 def class_names(arrays: dict[str, NDArray[Any]], count: int) -> tuple[str, ...]:
-    """The array `classes`, or names made of the numbers."""
+    """The array `classes`, or names made from class numbers."""
     if "classes" in arrays:
         return tuple(str(name) for name in arrays["classes"])
     return tuple(f"class {number}" for number in range(count))

@@ -1,8 +1,8 @@
 """`packed:FILE.npz`: images and labels in one file; `fedmll data pack` writes it (its arrays: data.images.pack).
 
-Also read: `is_test` (booleans) instead of `split`, and `labels` of one class number a sample. Without either a fifth is
-test. The samples' clients are the array `client`; whose samples they are says the array that `data.group` names, else
-`patient` or `patient_id`.
+Also read: `is_test` (booleans) instead of `split`, and `labels` of one class number per sample. Without either a fifth
+is test. The samples' clients are the array `client`; their patients are the array that `data.group`
+names, otherwise `patient` or `patient_id`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.errors import DataError
+from fedmll.core.registry import register
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.images.decode import EncodedImages, decoded_images
-from fedmll.data.images.reading import Problems, left_out, readable
-from fedmll.data.sources.base import Request, Source
+from fedmll.data.images.problems import Problems, check_readable, describe_skipped
+from fedmll.data.sources.base import Source, SourceRequest
 from fedmll.data.sources.npz import class_names, read_npz
-from fedmll.data.targets import TEST, check_classes, splits_of, three_valued
-from fedmll.errors import DataError
-from fedmll.registry import register
+from fedmll.data.targets import TEST, check_classes, make_splits, parse_targets
 
 PATIENTS = ("patient", "patient_id")
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     file = request.file()
     where = f"'{file}'"
     group = request.reading.group
@@ -37,7 +37,7 @@ def load(request: Request) -> Splits:
     arrays = read_npz(file, needed, ("split", "is_test", "name", "client", *PATIENTS))
     classes = class_names(arrays, 0)
     check_classes(classes, where)
-    labels = three_valued(arrays["labels"], classes, where)
+    labels = parse_targets(arrays["labels"], classes, where)
     _check_lengths(arrays, len(labels), where)
     key = _key(file, arrays["offset"])
     images = decoded_images(key, lambda: _encoded(file, arrays), request.size, request.reading, request.progress)
@@ -50,13 +50,13 @@ def load(request: Request) -> Splits:
         files=arrays["name"].astype(str) if "name" in arrays else None,
     )
     split = _split(arrays)
-    kept, skipped = readable(
+    kept, skipped = check_readable(
         len(samples), lambda i: _name(file, arrays, i), images.unreadable, request.reading, Problems(where)
     )
-    splits = splits_of(
+    splits = make_splits(
         samples.subset(kept), None if split is None else split[kept], where, request.require_positives, group
     )
-    return replace(splits, window=images.window, notes=(*images.notes, *left_out((), skipped)))
+    return replace(splits, window=images.window, notes=(*images.notes, *describe_skipped((), skipped)))
 
 
 def _split(arrays: dict[str, NDArray[Any]]) -> NDArray[np.integer] | None:
@@ -75,7 +75,7 @@ def _check_lengths(arrays: dict[str, NDArray[Any]], samples: int, where: str) ->
 
 
 def _key(file: Path, offset: NDArray[np.integer]) -> str:
-    """The contents of the images, read in a stream: when they are in the cache they need not fit into memory."""
+    """A hash of all images, read as a stream: cached images need not fit into memory."""
     try:
         with zipfile.ZipFile(file) as archive, archive.open("jpeg.npy") as jpegs:
             digest = hashlib.file_digest(jpegs, "sha256")  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ register("source", "packed")(
         load=load,
         available=lambda root: True,
         file="FILE.npz",
-        says_clients=True,
+        has_clients=True,
         settings=("group", "window"),
     )
 )

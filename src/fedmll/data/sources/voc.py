@@ -1,4 +1,4 @@
-"""`voc:2007`, `voc:2012`: PASCAL Visual Object Classes, 20 classes, several labels an image.
+"""`voc:2007`, `voc:2012`: PASCAL Visual Object Classes, 20 classes, several labels per image.
 
 Everingham, Van Gool, Williams, Winn, Zisserman, The PASCAL Visual Object Classes (VOC) Challenge, IJCV 2010.
 http://host.robots.ox.ac.uk/pascal/VOC/ ; images under Flickr's terms of use. `fedmll data get voc:2007` fetches it.
@@ -10,7 +10,7 @@ DIR/VOCdevkit/VOC2007/JPEGImages/000005.jpg          or DIR is VOCdevkit, or the
 
 2007 is trained on trainval and tested on test. The test labels of 2012 are secret: it is trained on train and tested on
 val. An object that annotators marked `difficult` does not make its class present: with no other object of it in the
-image the label is unknown, as in VOC's own evaluation, or what `data.doubtful` says.
+image the label is unknown, as in VOC's own evaluation, or what `data.uncertain_labels` says.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.core.registry import register
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Splits
-from fedmll.data.images.reading import Problems, some
-from fedmll.data.sources.base import Download, Request, Source, data_missing
-from fedmll.data.sources.listed import TARGET, lines_of, listed, load_listed, pieces
+from fedmll.data.images.problems import Problems, abbreviate
+from fedmll.data.sources.base import DownloadableFile, Source, SourceRequest, data_missing
+from fedmll.data.sources.labelled_images import (
+    UNCERTAIN_TARGETS,
+    build_label_table,
+    check_exist,
+    load_label_table,
+    read_lines,
+)
 from fedmll.data.targets import TEST, TRAIN
-from fedmll.registry import register
 
 CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -36,7 +42,7 @@ SETS = {"2007": (("trainval", TRAIN), ("test", TEST)), "2012": (("train", TRAIN)
 HOST = "http://host.robots.ox.ac.uk/pascal/VOC"
 
 
-def load(request: Request) -> Splits:
+def load(request: SourceRequest) -> Splits:
     year = request.argument
     folder = find(request.root, year)
     if folder is None:
@@ -48,20 +54,20 @@ def load(request: Request) -> Splits:
         )
     problems = Problems(f"'{folder}'")
     main, images = folder / "ImageSets" / "Main", folder / "JPEGImages"
-    difficult = TARGET[request.reading.doubtful or "unknown"]
+    difficult = UNCERTAIN_TARGETS[request.reading.uncertain_labels or "unknown"]
     names: list[str] = []
     labels: list[NDArray[np.int8]] = []
     split: list[int] = []
-    if pieces(problems, images, *(main / f"{name}.txt" for name, _ in SETS[year])):
+    if check_exist(problems, images, *(main / f"{name}.txt" for name, _ in SETS[year])):
         for name, side in SETS[year]:
-            found = [line.split()[0] for line in lines_of(main / f"{name}.txt")]
+            found = [line.split()[0] for line in read_lines(main / f"{name}.txt")]
             names += found
             split += [side] * len(found)
             labels.append(_labels(folder, name, found, difficult, problems))
     paths = [images / f"{name}.jpg" for name in names]
     targets = np.concatenate(labels) if labels else np.zeros((0, len(CLASSES)), np.int8)
-    table = listed(problems, request.reading, paths, targets, CLASSES, np.array(split, np.int8), folder)
-    return load_listed(table, f"'{folder}'", request)
+    table = build_label_table(problems, request.reading, paths, targets, CLASSES, np.array(split, np.int8), folder)
+    return load_label_table(table, f"'{folder}'", request)
 
 
 def find(root: Path | None, year: str) -> Path | None:
@@ -81,20 +87,20 @@ def _labels(folder: Path, name: str, images: list[str], difficult: int, problems
 def _from_lists(files: list[Path], images: list[str], difficult: int, problems: Problems) -> NDArray[np.int8]:
     codes = {"1": PRESENT, "-1": ABSENT, "0": difficult}
     labels = np.full((len(images), len(CLASSES)), UNKNOWN, dtype=np.int8)
-    if not pieces(problems, *files):
+    if not check_exist(problems, *files):
         return labels
     for column, file in enumerate(files):
-        said = {line.split()[0]: line.split()[-1] for line in lines_of(file)}
+        said = {line.split()[0]: line.split()[-1] for line in read_lines(file)}
         wrong = [f"'{image}'" for image in images if said.get(image) not in codes]
         if wrong:
-            problems.add(f"'{file.name}' says neither 1, -1 nor 0 of {len(wrong)} images: {some(wrong)}.")
+            problems.add(f"'{file.name}' says neither 1, -1 nor 0 of {len(wrong)} images: {abbreviate(wrong)}.")
         labels[:, column] = [codes.get(said.get(image, ""), UNKNOWN) for image in images]
     return labels
 
 
 def _from_annotations(folder: Path, images: list[str], difficult: int, problems: Problems) -> NDArray[np.int8]:
     labels = np.full((len(images), len(CLASSES)), ABSENT, dtype=np.int8)
-    if not pieces(problems, folder):
+    if not check_exist(problems, folder):
         return labels
     wrong = []
     for row, image in enumerate(images):
@@ -107,27 +113,29 @@ def _from_annotations(folder: Path, images: list[str], difficult: int, problems:
         labels[row, [column for column, hard in shown if hard]] = difficult
         labels[row, [column for column, hard in shown if not hard]] = PRESENT
     if wrong:
-        problems.add(f"{len(wrong)} annotations cannot be read: {some(wrong)}. Unpack the archive again.")
+        problems.add(f"{len(wrong)} annotations cannot be read: {abbreviate(wrong)}. Unpack the archive again.")
     return labels
 
 
 register("source", "voc")(
     Source(
-        description="PASCAL VOC, several labels an image; --root DIR with VOCdevkit",
+        description="PASCAL VOC, several labels per image; --root DIR with VOCdevkit",
         load=load,
         available=lambda root: any(find(root, year) for year in SETS),
         variants=tuple(SETS),
         composes=False,
-        settings=("doubtful",),
+        settings=("uncertain_labels",),
         classes=len(CLASSES),
         licence="Flickr's terms",
         published={"2007": {"train": 5011, "test": 4952}, "2012": {"train": 5717, "test": 5823}},
         downloads={
             "2007": (
-                Download(f"{HOST}/voc2007/VOCtrainval_06-Nov-2007.tar", "md5:c52e279531787c972589f7e41ab4ae64"),
-                Download(f"{HOST}/voc2007/VOCtest_06-Nov-2007.tar", "md5:b6e924de25625d8de591ea690078ad9f"),
+                DownloadableFile(f"{HOST}/voc2007/VOCtrainval_06-Nov-2007.tar", "md5:c52e279531787c972589f7e41ab4ae64"),
+                DownloadableFile(f"{HOST}/voc2007/VOCtest_06-Nov-2007.tar", "md5:b6e924de25625d8de591ea690078ad9f"),
             ),
-            "2012": (Download(f"{HOST}/voc2012/VOCtrainval_11-May-2012.tar", "md5:6cd6e144f989b92b3379bac3b3de84fd"),),
+            "2012": (
+                DownloadableFile(f"{HOST}/voc2012/VOCtrainval_11-May-2012.tar", "md5:6cd6e144f989b92b3379bac3b3de84fd"),
+            ),
         },
     )
 )

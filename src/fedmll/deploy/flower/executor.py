@@ -1,7 +1,8 @@
-"""Does a SuperNode's tasks in one process that stays, with the ClientApp of the installed fedmll.
+"""Runs a SuperNode's tasks in one process that stays, with the ClientApp of the installed fedmll.
 
-Flower would start a process a message (Python, torch, data: seconds) and run the code that the server sent along; here
-the data and the model stay loaded, and no code of the server's is ever run at a site."""
+Flower would start one process per message (Python, torch, data: seconds) and run the code that the server sent. Here
+the data and the model stay loaded, and no code of the server runs at a site.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from pathlib import Path
 import httpx
 from flwr.app import Message as FlowerMessage
 
-from fedmll.deploy.flower.inflating import BOUNDS
-from fedmll.deploy.flower.internals import (
+from fedmll.deploy.flower.client_app import BYE, app, show_once
+from fedmll.deploy.flower.flower_internals import (
     AcquireTaskRequest,
     HeartbeatSender,
     ProtobufClientInterceptor,
@@ -29,13 +30,14 @@ from fedmll.deploy.flower.internals import (
     push_message,
     push_task_output,
 )
-from fedmll.deploy.flower.site_app import BYE, app, complain
+from fedmll.deploy.flower.message_limits import ARRAY_LIMIT
 
 IDLE_SECONDS = 0.1
+FORWARD_SECONDS = 2  # in which the SuperNode forwards the last reply
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
 
-def acquirer(address: str, secret: bytes, ca: bytes | None = None) -> RuntimeHttpClient:
+def open_task_client(address: str, secret: bytes, ca: bytes | None = None) -> RuntimeHttpClient:
     """A client that may ask a SuperNode or a SuperLink for tasks."""
     return RuntimeHttpClient.from_server_address(
         address,
@@ -48,14 +50,17 @@ def acquirer(address: str, secret: bytes, ca: bytes | None = None) -> RuntimeHtt
     )
 
 
-def acquire(client: RuntimeHttpClient, kind: TaskType) -> str | None:
-    """The token of a task that waits, if there is one."""
+def acquire_task(client: RuntimeHttpClient, kind: TaskType) -> str | None:
+    """The token of a waiting task, or None."""
     response = client.AcquireTask(AcquireTaskRequest(supported_task_types=[kind]))
     return response.token or None
 
 
-def heartbeat(client: RuntimeHttpClient) -> HeartbeatSender:
-    """Flower's own sends SIGINT to the process when a task is no longer wanted; here it is only no longer reported."""
+def start_heartbeat(client: RuntimeHttpClient) -> HeartbeatSender:
+    """Report that a task is being worked on.
+
+    Flower's own heartbeat sends SIGINT to the process when the task was cancelled; this one ignores that.
+    """
 
     def beat() -> bool:
         with suppress(httpx.HTTPError):
@@ -67,50 +72,56 @@ def heartbeat(client: RuntimeHttpClient) -> HeartbeatSender:
     return sender
 
 
-class Executor:
-    """Takes tasks from the SuperNode at `port` of this machine."""
+class TaskExecutor:
+    """Runs the tasks of the SuperNode at a port of this machine.
 
-    def __init__(self, port: int, secret_file: Path, site_file: Path, largest: float) -> None:
-        """No array of the server's may have more than `largest` bytes."""
-        BOUNDS.install()
-        BOUNDS.allow(int(largest))
+    Args:
+        port: of the SuperNode's Runtime API.
+        secret_file: holds the secret with which tasks are acquired.
+        site_file: the site's configuration.
+        max_array_bytes: the largest array that is accepted from the server.
+    """
+
+    def __init__(self, port: int, secret_file: Path, site_file: Path, max_array_bytes: float) -> None:
+        ARRAY_LIMIT.install()
+        ARRAY_LIMIT.allow(int(max_array_bytes))
         self.address, self.site_file = f"127.0.0.1:{port}", site_file
-        self.client = acquirer(self.address, secret_file.read_bytes())
-        self.over = False  # the server said that the run is over
-        self.served = False  # at least one message came
+        self.client = open_task_client(self.address, secret_file.read_bytes())
+        self.run_ended = False  # the server has said so
+        self.has_answered = False  # at least one message was answered
 
-    def serve(self, alive: Callable[[], bool]) -> None:
-        """Until the run is over, or the SuperNode is gone."""
-        while alive() and not self.over:
+    def serve(self, is_alive: Callable[[], bool]) -> None:
+        """Run tasks until the run ends, or `is_alive` says that the SuperNode has ended."""
+        while is_alive() and not self.run_ended:
             try:
-                token = acquire(self.client, TaskType.CLIENT_APP)
+                token = acquire_task(self.client, TaskType.CLIENT_APP)
                 if token is not None:
-                    self._do(token)
+                    self._run_task(token)
             except httpx.HTTPError:
-                token = None  # the SuperNode is starting, or gone
-            except Exception as error:  # a message that Flower cannot put together; the server asks again, or goes on
-                complain(f"ignored: a message that cannot be read ({type(error).__name__}: {error})")
+                token = None  # the SuperNode is starting, or has ended
+            except Exception as error:  # a message that Flower cannot assemble; the server asks again, or continues
+                show_once(f"ignored: a message that cannot be read ({type(error).__name__}: {error})")
                 token = None
             if token is None:
                 time.sleep(IDLE_SECONDS)
-        if self.over:
-            time.sleep(2)  # the SuperNode sends the farewell on
+        if self.run_ended:
+            time.sleep(FORWARD_SECONDS)
 
-    def _do(self, token: str) -> None:
+    def _run_task(self, token: str) -> None:
         interceptors: list[ProtobufClientInterceptor] = [
             RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
             RuntimeTokenHttpInterceptor(token),
         ]
         client = RuntimeHttpClient.from_server_address(self.address, True, None, interceptors)
-        sender = heartbeat(client)
+        sender = start_heartbeat(client)
         try:
-            message, context, _, _ = pull_task_input(client)  # the server's bundle of code is not looked at
+            message, context, _, _ = pull_task_input(client)  # the server's bundle of code is ignored
             context.node_config["site"] = str(self.site_file)
             reply: FlowerMessage = app(message, context)
-            self.served = True
+            self.has_answered = True
             push_message(client, reply, context)
             push_task_output(client, context, SubStatus.COMPLETED, "")  # stays on this machine
-            self.over = message.metadata.message_type == BYE
+            self.run_ended = message.metadata.message_type == BYE
         finally:
             sender.stop()
             client.close()

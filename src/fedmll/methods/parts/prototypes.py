@@ -6,18 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.message import Tensors
+from fedmll.core.message import Tensors
 
 
-def local_prototypes(features: Tensor, targets: Tensor, smallest: int = 1) -> tuple[Tensor, Tensor]:
-    """The mean feature (label, class, width) of the samples with each label, and where there are `smallest` or more: of
-    fewer it is 0 and says nothing. Features are (samples, width), or (samples, classes, width) where each class reads
-    its own."""
+def local_prototypes(features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean feature (label, class, width) of the samples with each label, and where there are any: of none it is 0
+    and says nothing. Features are (samples, width), or (samples, classes, width) where each class reads its own."""
     members = torch.stack([targets == label for label in (0, 1)]).transpose(1, 2).float()  # (label, class, sample)
     counts = members.sum(2)
     sums = members @ features if features.dim() == 2 else torch.einsum("lcn,ncw->lcw", members, features)
-    enough = counts >= max(smallest, 1)
-    return torch.where(enough[:, :, None], sums / counts.clamp(min=1)[:, :, None], 0.0), enough
+    some = counts > 0
+    return torch.where(some[:, :, None], sums / counts.clamp(min=1)[:, :, None], 0.0), some
 
 
 def nearness(features: Tensor, prototypes: Tensor) -> Tensor:

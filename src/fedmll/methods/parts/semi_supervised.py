@@ -1,6 +1,8 @@
-"""What semi-supervised parts share: a teacher that follows the model, labels made of confident predictions, ramp-ups, a
-second stage, prior odds. Two views of a batch: `step.show([step.batch.images, step.batch.view("strong")])` in a part's
-`shape`. Of kept tokens a view is one of the kept ones; with one kept view (model.views = 1) both views are the same."""
+"""What semi-supervised parts share: EMA teachers, pseudo labels, ramp-ups, two stages, prior odds.
+
+Two views of a batch: `step.set_views([step.batch.images, step.batch.view("strong")])` in `transform_batch`. With a
+frozen backbone a view is one of the stored ones; with model.views = 1 both views are the same.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import functional_call
 
-from fedmll import registry
-from fedmll.client import Client, Peer, Step, Work
-from fedmll.errors import ConfigError
-from fedmll.methods.contract import AUTO, Found, Part, PartOptions, option
+from fedmll.core import registry
+from fedmll.core.errors import ConfigError
+from fedmll.methods.base import AUTO, Part, PartOptions, Resolved, option
+from fedmll.methods.client_round import Client, ClientInfo, ClientRound, TrainStep
 
 if TYPE_CHECKING:
-    from fedmll.experiment import Experiment
+    from fedmll.config.experiment import Experiment
 
 Rounds = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class EmaTeacher:
-    """A second set of weights, buffers included, for the worker's only model: w' ← a w' + (1−a) w after a step. What it
-    is now is `vector`, which a part may remember for the client's next round."""
+    """A second set of weights for the only model of the process, with buffers: w' ← a w' + (1−a) w after a step. A part
+    may keep `vector` in the client state for the client's next round."""
 
     def __init__(self, client: Client, vector: Tensor | None = None) -> None:
         self.client = client
@@ -38,7 +40,7 @@ class EmaTeacher:
 
     @torch.no_grad()
     def probabilities(self, images: Tensor) -> Tensor:
-        """In evaluation mode; the model is in the mode that it was in afterwards."""
+        """Predict in evaluation mode. Afterwards the model is in the same mode as before."""
         model = self.client.model
         before = model.training
         try:
@@ -49,52 +51,51 @@ class EmaTeacher:
 
 
 class SecondView(Part):
-    """A part that sees another view of every batch."""
+    """A part that uses a second view of every batch."""
 
-    needs_images: ClassVar[bool] = False  # it compares two views: of a feature vector there is only one
+    needs_images: ClassVar[bool] = False  # it compares two views, and a feature vector has only one
 
     class Options(PartOptions):
         view: str = option("weak", "the augmentation of the second view; the first is training.augment's")
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
-        refuse_unknown_view(options.view, where)
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
+        check_view(options.view, prefix)
 
-    def begin(self, peers: Sequence[Peer]) -> None:
+    def validate_clients(self, clients: Sequence[ClientInfo]) -> None:
         if self.needs_images and len(self.task.sample_shape) != 3:
             raise ConfigError(
-                f"The part '{self.name}' compares two views of an image, and of these feature vectors there is only "
-                "one view. Use images, or a method without views: fedavg-pl, fednoro, cbafed."
+                f"The part '{self.name}' compares two views of an image, and a feature vector has only one view. Use "
+                "images, or a method without views: fedavg-pl, fednoro, cbafed."
             )
 
-    def taught(self, step: Step, teacher: EmaTeacher) -> Tensor:
-        """What a teacher says of the second view, for every view that the network sees."""
+    def taught(self, step: TrainStep, teacher: EmaTeacher) -> Tensor:
+        """The teacher's probabilities for the second view, repeated for every view that the network sees."""
         p = teacher.probabilities(step.batch.view(self.options.view))
         return p.repeat(len(step.rows) // len(step.batch), 1)
 
 
-class Later(Part):
-    """A part that knows two stages: the first is a share of the rounds."""
+class TwoStagePart(Part):
+    """A part that knows the two stages of a run. The first stage is a share of the rounds."""
 
     first_share: ClassVar[float]
-    acts_later: ClassVar[bool] = False  # only in the second
-    shared = ("first_stage",)
+    acts_later: ClassVar[bool] = False  # only in the second stage
 
     class Options(PartOptions):
-        first_stage: Rounds = option("auto", "rounds of the first stage; auto: the published share of the rounds")
+        first_stage: Rounds = option("auto", "rounds of the first stage; auto: the published share", shared=True)
 
     @classmethod
-    def resolve(cls, options: Any, experiment: Experiment) -> Found:
+    def resolve(cls, options: Any, experiment: Experiment) -> Resolved:
         if options.first_stage != AUTO:
             return {}
         return {"first_stage": published_share(experiment, cls.first_share)}
 
     @classmethod
-    def check(cls, options: Any, experiment: Experiment, where: str) -> None:
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         rounds = experiment.training.rounds
         if cls.acts_later and options.first_stage >= rounds:
             raise ConfigError(
-                f"{where}first_stage = {options.first_stage} leaves no round for the second stage in a run of "
+                f"{prefix}first_stage = {options.first_stage} leaves no round for the second stage in a run of "
                 f"{rounds}: the part '{cls.name}' would never act. Lower it, raise training.rounds, or leave the part "
                 "out."
             )
@@ -104,19 +105,19 @@ class Later(Part):
 
 
 def published_share(experiment: Experiment, share: float) -> tuple[int, str]:
-    """So many rounds of this run, at least one, and the rule in words."""
+    """This share of the rounds, at least one round, and the rule in words."""
     return max(1, round(experiment.training.rounds * share)), f"{100 * share:g} % of the rounds, as published"
 
 
-def refuse_unknown_view(name: str, where: str, key: str = "view") -> None:
+def check_view(name: str, prefix: str, key: str = "view") -> None:
     try:
         registry.find("augmentation", name)
     except ConfigError as error:
-        raise ConfigError(f"{where}{key}: {error}") from None
+        raise ConfigError(f"{prefix}{key}: {error}") from None
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
-    """σ(z/T) of σ(z): what a teacher says at a temperature."""
+    """σ(z/T) from σ(z): probabilities at a temperature."""
     yes, no = probabilities.pow(1 / temperature), (1 - probabilities).pow(1 / temperature)
     return yes / (yes + no)
 
@@ -132,9 +133,9 @@ def ramp_up(round: float, length: float) -> float:
     return math.exp(-5 * (1 - min(round, length) / length) ** 2)
 
 
-def local_odds(work: Work) -> Tensor:
+def local_odds(client_round: ClientRound) -> Tensor:
     """The log prior odds of every class among what is taught at the client in this round."""
-    annotated, labels = (work.client.targets >= 0).any(0), work.targets
+    annotated, labels = (client_round.client.targets >= 0).any(0), client_round.targets
     among = torch.where(annotated, (labels >= 0).sum(0), len(labels))  # a class with tags alone: of all samples
     return log_prior_odds((labels == 1).sum(0), among, len(labels))
 

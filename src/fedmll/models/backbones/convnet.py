@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedmll.models.backbones.base import Backbone, normalisation, refuse_files
-from fedmll.registry import register
-from fedmll.settings import Model
+from fedmll.config.settings import ModelSettings
+from fedmll.core.registry import register
+from fedmll.models.backbones.base import Backbone, build_norm, check_no_weights
 
 
 class ConvNet(Backbone):
@@ -20,7 +20,7 @@ class ConvNet(Backbone):
             stride = 2 if size > 6 else 1
             size = -(-size // stride)
             conv = nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False)
-            blocks.append(nn.Sequential(conv, normalisation(norm, channels_out), nn.ReLU(inplace=True)))
+            blocks.append(nn.Sequential(conv, build_norm(norm, channels_out), nn.ReLU(inplace=True)))
             channels_in = channels_out
         self.blocks = nn.Sequential(*blocks)
         self.width = channels_in
@@ -35,6 +35,6 @@ class ConvNet(Backbone):
 
 
 @register("backbone", "convnet")
-def convnet(model: Model, sample_shape: tuple[int, ...]) -> ConvNet:
-    refuse_files(model)
+def convnet(model: ModelSettings, sample_shape: tuple[int, ...]) -> ConvNet:
+    check_no_weights(model)
     return ConvNet(sample_shape[0], sample_shape[1], model.channels, model.norm)

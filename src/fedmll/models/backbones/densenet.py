@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedmll.errors import ConfigError
-from fedmll.models.backbones.base import Backbone, he_initialised, normalisation, pretrained
-from fedmll.registry import register
-from fedmll.settings import Model
+from fedmll.config.settings import ModelSettings
+from fedmll.core.errors import ConfigError
+from fedmll.core.registry import register
+from fedmll.models.backbones.base import Backbone, build_norm, initialise_he, load_pretrained
 
 SMALLEST = 29  # px; the map of a smaller image is empty at the end
 OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")  # torchvision's files have norm.1 for norm1
@@ -22,9 +22,9 @@ class DenseLayer(nn.Module):
 
     def __init__(self, channels_in: int, growth: int, norm: str) -> None:
         super().__init__()
-        self.norm1 = normalisation(norm, channels_in)
+        self.norm1 = build_norm(norm, channels_in)
         self.conv1 = nn.Conv2d(channels_in, 4 * growth, 1, bias=False)
-        self.norm2 = normalisation(norm, 4 * growth)
+        self.norm2 = build_norm(norm, 4 * growth)
         self.conv2 = nn.Conv2d(4 * growth, growth, 3, 1, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def dense_block(channels_in: int, count: int, growth: int, norm: str) -> nn.Sequ
 def transition(channels_in: int, norm: str) -> nn.Sequential:
     """Half the channels, half the size."""
     layers = nn.Sequential()
-    layers.add_module("norm", normalisation(norm, channels_in))
+    layers.add_module("norm", build_norm(norm, channels_in))
     layers.add_module("relu", nn.ReLU(inplace=True))
     layers.add_module("conv", nn.Conv2d(channels_in, channels_in // 2, 1, bias=False))
     layers.add_module("pool", nn.AvgPool2d(2))
@@ -62,7 +62,7 @@ class DenseNet(Backbone):
         super().__init__()
         self.features = nn.Sequential()
         self.features.add_module("conv0", nn.Conv2d(channels_in, first, 7, 2, 3, bias=False))
-        self.features.add_module("norm0", normalisation(norm, first))
+        self.features.add_module("norm0", build_norm(norm, first))
         self.features.add_module("relu0", nn.ReLU(inplace=True))
         self.features.add_module("pool0", nn.MaxPool2d(3, 2, 1))
         self.width, self.blocks = first, len(counts)
@@ -72,8 +72,8 @@ class DenseNet(Backbone):
             if i < len(counts):
                 self.features.add_module(f"transition{i}", transition(self.width, norm))
                 self.width //= 2
-        self.features.add_module(f"norm{len(counts) + 1}", normalisation(norm, self.width))
-        he_initialised(self)
+        self.features.add_module(f"norm{len(counts) + 1}", build_norm(norm, self.width))
+        initialise_he(self)
 
     def stages(self) -> list[nn.Module]:
         """The stem; then every dense block with what follows it."""
@@ -91,10 +91,10 @@ class DenseNet(Backbone):
 
 
 @register("backbone", "densenet121")
-def densenet121(model: Model, sample_shape: tuple[int, ...]) -> DenseNet:
+def densenet121(model: ModelSettings, sample_shape: tuple[int, ...]) -> DenseNet:
     if min(sample_shape[1:]) < SMALLEST:
         raise ConfigError(
             f"model.backbone = 'densenet121' takes images of at least {SMALLEST} px, and these are "
             f"{sample_shape[1]} × {sample_shape[2]}: set data.size to 32 or more, or choose another backbone."
         )
-    return pretrained(DenseNet(sample_shape[0], model.norm), model)
+    return load_pretrained(DenseNet(sample_shape[0], model.norm), model)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fedmll.models.backbones.base import Backbone, refuse_files
-from fedmll.registry import register
-from fedmll.settings import Model
+from fedmll.config.settings import ModelSettings
+from fedmll.core.registry import register
+from fedmll.models.backbones.base import Backbone, check_no_weights
 
 
 class Mlp(Backbone):
@@ -30,6 +30,6 @@ class Mlp(Backbone):
 
 
 @register("backbone", "mlp")
-def mlp(model: Model, sample_shape: tuple[int, ...]) -> Mlp:
-    refuse_files(model)
+def mlp(model: ModelSettings, sample_shape: tuple[int, ...]) -> Mlp:
+    check_no_weights(model)
     return Mlp(sample_shape[0], model.channels)

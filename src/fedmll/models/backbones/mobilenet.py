@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fedmll.models.backbones.base import Backbone, he_initialised, normalisation, pretrained
-from fedmll.registry import register
-from fedmll.settings import Model
+from fedmll.config.settings import ModelSettings
+from fedmll.core.registry import register
+from fedmll.models.backbones.base import Backbone, build_norm, initialise_he, load_pretrained
 
 # expansion, channels, blocks, stride of the first one
 BLOCKS = (
@@ -19,7 +19,7 @@ def convolution(
     channels_in: int, channels: int, norm: str, kernel: int = 1, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:
     conv = nn.Conv2d(channels_in, channels, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return nn.Sequential(conv, normalisation(norm, channels), nn.ReLU6(inplace=True))
+    return nn.Sequential(conv, build_norm(norm, channels), nn.ReLU6(inplace=True))
 
 
 class InvertedResidual(nn.Module):
@@ -32,7 +32,7 @@ class InvertedResidual(nn.Module):
             *([convolution(channels_in, hidden, norm)] if expansion != 1 else []),
             convolution(hidden, hidden, norm, kernel=3, stride=stride, groups=hidden),
             nn.Conv2d(hidden, channels, 1, bias=False),
-            normalisation(norm, channels),
+            build_norm(norm, channels),
         )
         self.shortcut = stride == 1 and channels_in == channels
 
@@ -60,7 +60,7 @@ class MobileNetV2(Backbone):
         layers.append(convolution(previous, width, norm))
         self.features = nn.Sequential(*layers)
         self.width = width
-        he_initialised(self)
+        initialise_he(self)
 
     def stages(self) -> list[nn.Module]:
         return list(self.features)
@@ -71,5 +71,5 @@ class MobileNetV2(Backbone):
 
 
 @register("backbone", "mobilenet-v2")
-def mobilenet_v2(model: Model, sample_shape: tuple[int, ...]) -> MobileNetV2:
-    return pretrained(MobileNetV2(sample_shape[0], model.norm), model)
+def mobilenet_v2(model: ModelSettings, sample_shape: tuple[int, ...]) -> MobileNetV2:
+    return load_pretrained(MobileNetV2(sample_shape[0], model.norm), model)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedmll.models.backbones.base import Backbone, he_initialised, normalisation, pretrained
-from fedmll.registry import register
-from fedmll.settings import Model
+from fedmll.config.settings import ModelSettings
+from fedmll.core.registry import register
+from fedmll.models.backbones.base import Backbone, build_norm, initialise_he, load_pretrained
 
 
 class BasicBlock(nn.Module):
@@ -16,9 +16,9 @@ class BasicBlock(nn.Module):
     def __init__(self, channels_in: int, channels: int, stride: int, norm: str) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
-        self.bn1 = normalisation(norm, channels)
+        self.bn1 = build_norm(norm, channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
-        self.bn2 = normalisation(norm, channels)
+        self.bn2 = build_norm(norm, channels)
         self.downsample = projection(channels_in, channels, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,11 +34,11 @@ class Bottleneck(nn.Module):
     def __init__(self, channels_in: int, channels: int, stride: int, norm: str) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels, 1, bias=False)
-        self.bn1 = normalisation(norm, channels)
+        self.bn1 = build_norm(norm, channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride, 1, bias=False)
-        self.bn2 = normalisation(norm, channels)
+        self.bn2 = build_norm(norm, channels)
         self.conv3 = nn.Conv2d(channels, self.expansion * channels, 1, bias=False)
-        self.bn3 = normalisation(norm, self.expansion * channels)
+        self.bn3 = build_norm(norm, self.expansion * channels)
         self.downsample = projection(channels_in, self.expansion * channels, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def projection(channels_in: int, channels: int, stride: int, norm: str) -> nn.Mo
     """The shortcut, where the shape changes."""
     if stride == 1 and channels_in == channels:
         return None
-    return nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), normalisation(norm, channels))
+    return nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), build_norm(norm, channels))
 
 
 class ResNet(Backbone):
@@ -72,7 +72,7 @@ class ResNet(Backbone):
         small = stem == "cifar" or (stem == "auto" and size <= 64)
         kernel, stride, padding = (3, 1, 1) if small else (7, 2, 3)
         self.conv1 = nn.Conv2d(channels_in, channels, kernel, stride, padding, bias=False)
-        self.bn1 = normalisation(norm, channels)
+        self.bn1 = build_norm(norm, channels)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
         self.width, self.depth = channels, len(depths)
         for i, depth in enumerate(depths):
@@ -81,7 +81,7 @@ class ResNet(Backbone):
                 blocks.append(block(self.width, channels << i, 2 if i and k == 0 else 1, norm))
                 self.width = (channels << i) * block.expansion
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
-        he_initialised(self)
+        initialise_he(self)
 
     def stages(self) -> list[nn.Module]:
         return [nn.ModuleList([self.conv1, self.bn1]), *self.layers()]
@@ -107,10 +107,10 @@ class ResNet50(ResNet):
 
 
 @register("backbone", "resnet18")
-def resnet18(model: Model, sample_shape: tuple[int, ...]) -> ResNet:
-    return pretrained(ResNet18(sample_shape[0], sample_shape[1], model.stem, model.norm), model)
+def resnet18(model: ModelSettings, sample_shape: tuple[int, ...]) -> ResNet:
+    return load_pretrained(ResNet18(sample_shape[0], sample_shape[1], model.stem, model.norm), model)
 
 
 @register("backbone", "resnet50")
-def resnet50(model: Model, sample_shape: tuple[int, ...]) -> ResNet:
-    return pretrained(ResNet50(sample_shape[0], sample_shape[1], model.stem, model.norm), model)
+def resnet50(model: ModelSettings, sample_shape: tuple[int, ...]) -> ResNet:
+    return load_pretrained(ResNet50(sample_shape[0], sample_shape[1], model.stem, model.norm), model)

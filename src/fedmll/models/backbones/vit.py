@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedmll.errors import ConfigError
+from fedmll.config.settings import ModelSettings
+from fedmll.core.errors import ConfigError
+from fedmll.core.registry import register
 from fedmll.models.backbones.base import Backbone
-from fedmll.models.weights import Pixels
-from fedmll.registry import register
-from fedmll.settings import Model
+from fedmll.models.pretrained_weights import PixelScaling
 
 HEAD_WIDTH = 32  # of a small transformer's attention heads
 LAYOUT = (
@@ -57,7 +57,7 @@ class VisionTransformer(Backbone):
 
 
 @register("backbone", "vit")
-def vit(model: Model, sample_shape: tuple[int, ...]) -> VisionTransformer:
+def vit(model: ModelSettings, sample_shape: tuple[int, ...]) -> VisionTransformer:
     if model.weights is None:
         return small_vit(sample_shape, model.channels)
     return pretrained_vit(model.weights, sample_shape)
@@ -118,7 +118,7 @@ def pretrained_vit(weights: str, sample_shape: tuple[int, ...]) -> VisionTransfo
 
 
 @register("pixels", "vit")
-def vit_pixels(weights: str) -> Pixels:
+def vit_pixels(weights: str) -> PixelScaling:
     """Mean and std that a pretrained transformer's pixels were normalised with: its preprocessor_config.json says so;
     without one 0.5 and 0.5, as ViT-B/16's."""
     name = "preprocessor_config.json"

@@ -1,0 +1,174 @@
+"""`Experiment`: everything that defines a run, validated before anything starts; read from TOML, written as TOML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from fedmll.config.resolve import load_plugins, resolve
+from fedmll.config.settings import (
+    AUTO,
+    AnnotationSettings,
+    DataSettings,
+    EngineSettings,
+    MethodSettings,
+    ModelSettings,
+    ParticipationSettings,
+    PartitionSettings,
+    SettingsSection,
+    SitesSettings,
+    TrainingSettings,
+)
+from fedmll.config.toml_values import flatten, merge_overrides, read_toml, validate
+from fedmll.core import registry
+
+
+def _absolute_unique(files: Any) -> Any:
+    if not isinstance(files, list | tuple):
+        return files
+    return tuple(dict.fromkeys(str(Path(file).expanduser().absolute()) for file in files))
+
+
+class Experiment(SettingsSection):
+    """All settings that a result depends on. `Experiment()` has the defaults.
+
+    `Experiment(...)` only validates. `make`, `load` and `changed` also import plug-in files and resolve the experiment
+    (`fedmll.config.resolve`); `run` and `compare` do so for experiments that are not resolved yet.
+    """
+
+    seed: Annotated[int, Field(ge=0)] = Field(default=0, description="The seed of all random draws.")
+    data: DataSettings = DataSettings()
+    partition: PartitionSettings = PartitionSettings()
+    annotation: AnnotationSettings = AnnotationSettings()
+    model: ModelSettings = ModelSettings()
+    method: MethodSettings = MethodSettings()
+    training: TrainingSettings = TrainingSettings()
+    participation: ParticipationSettings = ParticipationSettings()
+    engine: EngineSettings = EngineSettings()
+    sites: SitesSettings | None = None
+    plugins: Annotated[tuple[str, ...], BeforeValidator(_absolute_unique)] = Field(
+        default=(),
+        description="Plug-in files (--plugin). Plug-ins of installed packages are found without being named.",
+    )
+
+    _requested: dict[str, Any] | None = PrivateAttr(default=None)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Experiment) and self.model_dump() == other.model_dump()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Messages about settings that were decided by a rule."""
+        return self._notes
+
+    @property
+    def is_resolved(self) -> bool:
+        return self._requested is not None
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any]) -> Experiment:
+        """A resolved experiment from nested values; errors name the key and the most similar valid key."""
+        return validate(cls, values).prepared()
+
+    @classmethod
+    def load(cls, path: Path | str, overrides: Mapping[str, Any] | None = None) -> Experiment:
+        """A resolved experiment from a TOML file.
+
+        Args:
+            path: the file.
+            overrides: `section.key` → value, applied on top of the file.
+        """
+        return cls.make(merge_overrides(read_toml(Path(path)), overrides or {}))
+
+    def prepared(self) -> Experiment:
+        """Import the plug-in files and resolve the experiment; the experiment itself if it is resolved already."""
+        if self.is_resolved:
+            return self
+        load_plugins(self)
+        resolved = resolve(self)
+        resolved._requested = _requested_values(self)
+        return resolved
+
+    def remember(self, *, notes: Iterable[str]) -> None:
+        """Store the messages of `resolve`."""
+        self._notes = tuple(notes)
+
+    def changed(self, overrides: Mapping[str, Any]) -> Experiment:
+        """A copy with other `section.key` values.
+
+        Settings that were left open are decided again. A different method starts with its own default options.
+        """
+        values = dict(_requested_values(self) if self._requested is None else self._requested)
+        is_bound = overrides.get("method.of") == self.method.name  # an upper bound takes the options of its method
+        if overrides.get("method.name", self.method.name) != self.method.name and not is_bound:
+            values["method"] = {}
+        return self.make(merge_overrides(values, overrides))
+
+    def settled(self, derived: Mapping[str, Any], notes: Iterable[str] = ()) -> Experiment:
+        """A copy with the settings that the data determines (`section.key` → value), where they are still open."""
+        prepared = self.prepared()
+        values = prepared.model_dump(exclude_none=True)
+        known = flatten(values)
+        open_settings = {key: value for key, value in derived.items() if known.get(key, AUTO) == AUTO}
+        settled = self.make(merge_overrides(values, open_settings))
+        settled._requested, settled._notes = prepared._requested, (*prepared._notes, *notes)
+        return settled
+
+    def differs(self, saved: Experiment) -> list[str]:
+        """The keys whose value differs in a saved experiment; settings that are open here do not count."""
+        ours, theirs = flatten(self.model_dump(mode="json")), flatten(saved.model_dump(mode="json"))
+        return [
+            key
+            for key in sorted(ours.keys() | theirs.keys())
+            if not key.startswith("engine.")
+            and key not in ("data.root", "plugins")
+            and ours.get(key) not in (None, AUTO)
+            and ours[key] != theirs.get(key)
+        ]
+
+    def depends_on_rounds(self, rounds: int) -> dict[str, tuple[Any, Any]]:
+        """The method's options that a rule derives from the number of rounds, if they differ for another number.
+
+        Returns:
+            `method.option` → (the value now, the value for `rounds` rounds).
+        """
+        config = registry.find("method", self.method.name).configure(self.method.options).reopened()
+        now = config.resolve(self)
+        other = self.model_copy(update={"training": self.training.model_copy(update={"rounds": rounds})})
+        then = config.resolve(other)
+        return {
+            f"method.{name}": (value, then[name][0])
+            for name, (value, _) in now.items()
+            if flatten(self.method.options).get(name) == value != then[name][0]
+        }
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(json.loads(self.model_dump_json(exclude_none=True, exclude=self.data.unused)))
+
+    def fingerprint(self) -> str:
+        """A hash of everything that the weights of a round depend on.
+
+        Not included: the engine, the locations of data and plug-ins (their contents have hashes of their own) and the
+        number of rounds.
+        """
+        without: Any = {"engine": True, "plugins": True, "data": {"root"}, "training": {"rounds"}}
+        without |= {"sites": True} if self.sites is None else {}
+        values = self.prepared().model_dump(mode="json", exclude=without)
+        values["data"]["name"] = self.data.label
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _requested_values(experiment: Experiment) -> dict[str, Any]:
+    """The values that the user set; all other settings are defaults or follow from rules."""
+    method = registry.find("method", experiment.method.name)
+    values = experiment.model_dump(exclude_unset=True)
+    if "method" in values:
+        values["method"] = {"name": experiment.method.name, **method.canonical_options(experiment.method.options)}
+    return values

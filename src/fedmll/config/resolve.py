@@ -1,0 +1,136 @@
+"""Resolve an experiment: import its plug-in files, decide "auto", fill in the method's options, check combinations.
+
+These steps are separate from validation because they import code. `Experiment.make`, `Experiment.load` and every entry
+point (`run`, `compare`, the command line) call them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedmll.config.settings import AUTO, RUN, MethodSettings, ModelSettings
+from fedmll.config.toml_values import merge_overrides, validate, without_none
+from fedmll.core import registry
+from fedmll.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedmll.config.experiment import Experiment
+
+DEFAULT_CLIENTS = 10
+
+
+def load_plugins(experiment: Experiment) -> None:
+    """Import the experiment's plug-in files, so that their methods, losses, sources, … can be found by name."""
+    for file in experiment.plugins:
+        registry.load_plugin_file(Path(file))
+
+
+def resolve(experiment: Experiment) -> Experiment:
+    """A complete copy of an experiment.
+
+    Every default is written out and every "auto" that needs no data is decided, so that the saved file is complete.
+    Settings that the data determines are decided by `Experiment.settled`. Resolving twice changes nothing.
+
+    Raises:
+        ConfigError: a name is not registered, an option of the method is wrong, or settings exclude each other.
+    """
+    method = registry.find("method", experiment.method.name)
+    requested = MethodSettings(name=experiment.method.name, **method.canonical_options(experiment.method.options))
+    experiment = experiment.model_copy(update={"method": requested})
+    config = method.configure(requested.options, lambda schema, values: validate(schema, values, "method"))
+    decided = config.resolve(experiment)
+    options = merge_overrides(config.options.model_dump(), {name: value for name, (value, _) in decided.items()})
+    notes = tuple(f"method.{name} = {value} ({why})" for name, (value, why) in decided.items() if why)
+    source = registry.all_of("source").get(experiment.data.source)  # None: a server without data
+    has_features = source is not None and not source.images
+    may_be_natural = source is not None and source.has_clients
+    updates: dict[str, Any] = {
+        "method": MethodSettings(name=requested.name, **without_none(options)),
+        "training": experiment.training.model_copy(update=_training_updates(experiment, method, config)),
+        "model": _resolve_model(experiment.model, has_features),
+    }
+    if experiment.partition.clients is None and experiment.partition.kind not in ("natural", "file", AUTO):
+        updates["partition"] = experiment.partition.model_copy(update={"clients": DEFAULT_CLIENTS})
+    resolved = experiment.model_copy(update=updates)
+    resolved.remember(notes=notes)
+    _check_names(resolved, has_features)
+    _check_participation(resolved, may_be_natural)
+    _check_views(resolved, has_images=not has_features)
+    _ = resolved.data.reading  # raises if the window is empty or a column is named twice
+    method.configure(resolved.method.options).check(resolved)
+    return resolved
+
+
+def _training_updates(experiment: Experiment, method: Any, config: Any) -> dict[str, Any]:
+    updates: dict[str, Any] = {}
+    if experiment.training.keep == AUTO:
+        updates["keep"] = method.keep
+    if (rounds := config.fixed_rounds) is not None:
+        updates["rounds"] = rounds
+    elif not experiment.training.rounds:
+        raise ConfigError(f"training.rounds = 0: '{method.name}' would learn nothing. Set 1 or more.")
+    return updates
+
+
+def _resolve_model(model: ModelSettings, has_features: bool) -> ModelSettings:
+    """The backbone, the scaling of pixels that the initial weights expect, and the stem of a ResNet."""
+    updates: dict[str, Any] = {}
+    backbone = model.backbone
+    if backbone == AUTO:
+        backbone = updates["backbone"] = "mlp" if has_features else "convnet"
+    if model.weights is not None and model.pixel_mean is None and model.pixel_std is None:
+        kind = "run" if model.weights.startswith(RUN) else backbone
+        rules = registry.all_of("pixels")
+        updates["pixel_mean"], updates["pixel_std"] = rules.get(kind, rules["imagenet"])(model.weights)
+    elif len(model.pixel_mean or ()) != len(model.pixel_std or ()):
+        raise ConfigError("model.pixel_mean and model.pixel_std must have the same number of values.")
+    if model.weights is not None and not model.weights.startswith(RUN) and model.stem == AUTO:
+        updates["stem"] = "imagenet"  # published weights were trained with it, however small the images are
+    return model.model_copy(update=updates)
+
+
+def _check_names(experiment: Experiment, has_features: bool) -> None:
+    for kind, key, name in (
+        ("backbone", "model.backbone", experiment.model.backbone),
+        ("partition", "partition.kind", experiment.partition.kind),
+        ("annotation", "annotation.kind", experiment.annotation.kind),
+        ("loss", "training.loss", experiment.training.loss),
+        ("augmentation", "training.augment", experiment.training.augment),
+    ):
+        try:
+            if (key, name) != ("partition.kind", AUTO):  # the data decides
+                registry.find(kind, name)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    backbone = experiment.model.backbone
+    if (backbone == "mlp") != has_features and backbone not in registry.find_added("backbone"):
+        raise ConfigError(
+            f"model.backbone = '{backbone}' does not fit data.name = '{experiment.data.label}': mlp is for feature "
+            "vectors (features:FILE.npz), the other backbones are for images."
+        )
+
+
+def _check_participation(experiment: Experiment, may_be_natural: bool) -> None:
+    clients, count = experiment.partition.clients, experiment.participation.count
+    if clients is None and experiment.partition.kind == AUTO and not may_be_natural:
+        clients = DEFAULT_CLIENTS
+    if clients and count and count > clients:
+        raise ConfigError(
+            f"participation.count = {count} is more than partition.clients = {clients}; lower it, or leave it "
+            "out for all clients."
+        )
+
+
+def _check_views(experiment: Experiment, has_images: bool) -> None:
+    """With a frozen backbone, augmentation happens when its features are stored: once per view."""
+    views, augmentation = experiment.model.views, experiment.training.augment
+    if experiment.model.freeze != "backbone" or not has_images:
+        if views > 1:
+            raise ConfigError(f"model.views = {views} is for images and model.freeze = 'backbone'; leave it out.")
+    elif (augmentation != "none") != (views > 1):
+        raise ConfigError(
+            "With model.freeze = 'backbone' images are augmented before their features are stored: training.augment = "
+            f"'{augmentation}' and model.views = {views} do not fit together. Set both (model.views = 4, "
+            "training.augment = 'crop-flip'), or neither."
+        )

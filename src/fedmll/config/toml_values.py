@@ -1,0 +1,93 @@
+"""Values of an experiment before validation: read TOML, apply `section.key` overrides, explain validation errors."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from fedmll.core.errors import ConfigError
+from fedmll.core.text import suggest
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read an experiment file. Plug-in files in it are relative to the experiment file."""
+    try:
+        values = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no experiment file {path}. `fedmll run` without a file uses the defaults."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a TOML file: {error}.") from None
+    if isinstance(values.get("plugins"), list):
+        values["plugins"] = [str(path.parent / file) for file in values["plugins"]]
+    return values
+
+
+def parse_value(text: str) -> Any:
+    """A value as in a TOML file; text that is not TOML is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested `values` with `section.key` overrides."""
+    result = _deep_copy(values)
+    for path, value in overrides.items():
+        *sections, key = path.split(".")
+        section = result
+        for name in sections:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"'{path}' cannot be set: '{name}' is a value, not a section.")
+        section[key] = value
+    return result
+
+
+def _deep_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _deep_copy(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values without None, which TOML cannot express."""
+    return {
+        name: without_none(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values as `section.key`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def validate(model: type[M], values: Mapping[str, Any], prefix: str = "") -> M:
+    """Validate values with a pydantic model; a ConfigError names each wrong key, and the most similar valid one."""
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        problems = [_explain(model, problem, prefix) for problem in error.errors()]
+        raise ConfigError("The experiment is not valid: " + " ".join(problems)) from None
+
+
+def _explain(model: type[BaseModel], problem: Any, prefix: str) -> str:
+    names = [part for part in problem["loc"] if isinstance(part, str)]
+    path = ".".join(filter(None, [prefix, *names]))
+    if problem["type"] == "extra_forbidden":
+        fields: Any = model
+        for name in names[:-1]:
+            fields = fields.model_fields[name].annotation
+        return f"There is no key '{path}'{suggest(names[-1], fields.model_fields)}"
+    return f"{path or 'experiment'}: {problem['msg']} (it is {problem['input']!r})."

@@ -1,0 +1,181 @@
+"""Starts and stops the SuperLink and the SuperNode as child processes, and passes them their settings.
+
+What runs in the child processes is in child_main.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fedmll.core.errors import ConfigError, FederationError
+
+START_SECONDS = 60
+FOLDER = "flower"  # in the run's folder
+MODULE = "fedmll.deploy.flower.child_main"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperLinkSettings:
+    """The settings of a SuperLink."""
+
+    host: str
+    port: int
+    folder: str  # for Flower's own files and the log
+    secret_file: str  # whoever knows the secret may take the run's ServerApp task
+    nodes: dict[str, str]  # name → public key (PEM); empty: every node may connect (insecure)
+    certificate: str | None = None  # with key and CA: TLS; None: insecure
+    key: str | None = None
+    ca: str | None = None
+    passphrase: str | None = None  # of the key
+    revoked: str | None = None  # the list of revoked keys
+
+    @property
+    def insecure(self) -> bool:
+        return self.certificate is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperNodeSettings:
+    """The settings of a SuperNode."""
+
+    server: str  # host:port
+    port: int  # of its Runtime API, on this machine only
+    folder: str
+    secret_file: str
+    patience: float  # seconds without the server after which it gives up
+    ca: str | None = None  # None: insecure
+    key: str | None = None
+    passphrase: str | None = None  # of the key
+
+
+class ChildProcess:
+    """A SuperLink or SuperNode. It writes a log and ends with this process, however this one ends."""
+
+    def __init__(self, kind: str, settings: SuperLinkSettings | SuperNodeSettings) -> None:
+        folder = Path(settings.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.kind, self.log = kind, folder / f"{kind}.log"
+        with os.fdopen(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            os.fchmod(log.fileno(), 0o600)
+            self.log_start = os.fstat(log.fileno()).st_size
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, kind, str(os.getpid())],
+                stdin=subprocess.PIPE,  # the settings contain a passphrase, so they are neither a file nor an argument
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | flower_environment(folder),
+                start_new_session=True,  # Ctrl-C reaches this process only, which then stops the child
+            )
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # it may have ended already
+            pipe.write(json.dumps(asdict(settings)).encode())
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def read_log(self) -> str:
+        """What this process wrote to the log."""
+        with self.log.open("rb") as log:
+            log.seek(self.log_start)
+            return log.read().decode(errors="replace")
+
+    def stop(self) -> None:
+        if not self.has_ended():
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Environment variables for Flower: no telemetry, no downloads, its files in `home`, no proxy for loopback."""
+    return no_proxy_for_loopback(os.environ) | {
+        "FLWR_HOME": str(home.resolve() / "flwr"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def no_proxy_for_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep loopback connections away from a proxy, whatever the environment says.
+
+    Proxies and exceptions for other hosts stay as they are. In Python and in gRPC the variables in lower case take
+    precedence, and gRPC reads `no_grpc_proxy` before `no_proxy`.
+    """
+    if not any(name.lower().endswith("_proxy") for name in environment):
+        return {}  # the system's own proxy settings are used only if no such variable is set
+    upper = environment.get("NO_PROXY", "")
+    exceptions = {"NO_PROXY": upper, "no_proxy": environment.get("no_proxy", upper)}
+    if "no_grpc_proxy" in environment:
+        exceptions["no_grpc_proxy"] = environment["no_grpc_proxy"]
+    return {name: _with_loopback(value) for name, value in exceptions.items()}
+
+
+def _with_loopback(hosts: str) -> str:
+    if hosts.strip() == "*":  # no proxy at all; in a longer list `*` would lose this meaning
+        return "*"
+    return ",".join(dict.fromkeys([*LOOPBACK, *filter(None, map(str.strip, hosts.split(",")))]))
+
+
+def write_secret(folder: Path) -> Path:
+    """Write a new random secret to a file that only its owner can read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".secret"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(32))
+    return path
+
+
+def find_free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise a ConfigError if no server can listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot listen on {host}:{port}: {error.strerror}. Another server may be running; stop it, or choose "
+                "another port with --listen HOST:PORT."
+            ) from None
+
+
+def start_superlink(settings: SuperLinkSettings) -> ChildProcess:
+    """Start a SuperLink and wait until it accepts connections."""
+    check_address(settings.host, settings.port)
+    child = ChildProcess("superlink", settings)
+    until = time.monotonic() + START_SECONDS
+    while not child.has_ended() and time.monotonic() < until:
+        with socket.socket() as probe:
+            probe.settimeout(1)
+            if probe.connect_ex((local_host(settings.host), settings.port)) == 0:
+                return child
+        time.sleep(0.1)
+    child.stop()
+    raise FederationError(f"Flower's SuperLink did not start; see the end of {child.log}.")
+
+
+def local_host(host: str) -> str:
+    """The address at which a server that listens on `host` is reached from the same machine."""
+    return "127.0.0.1" if host in ("0.0.0.0", "", "::") else host

@@ -1,0 +1,297 @@
+"""The server of a federation between machines: `serve` starts a run, `resume_server` continues one.
+
+In addition to the files of every run, the run's folder has
+
+- server.json: the server's settings (clients, deadlines, address, keys), which `fedmll resume` needs
+- sites.json: what each client said about its data when it joined
+- labels.csv: how many training images of each site have a class, do not, or have no label for it
+- excluded.json: the clients that the operator has excluded
+- flower/: Flower's own files and the SuperLink's log
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedmll.config.experiment import Experiment
+from fedmll.core import files
+from fedmll.core.confirmation import Confirm, confirm_at_terminal
+from fedmll.core.errors import ConfigError, FederationError
+from fedmll.deploy import label_counts
+from fedmll.deploy.security import certificates, client_keys
+from fedmll.deploy.security.private_keys import read_passphrase
+from fedmll.deploy.server import server_settings
+from fedmll.deploy.server.console import OperatorConsole, OperatorLog, open_console
+from fedmll.deploy.server.label_sets import LabelSets, read_label_sets
+from fedmll.deploy.server.server_data import ServerData, load_data_of_server
+from fedmll.deploy.server.server_settings import ServerSettings, read_server_settings
+from fedmll.deploy.server.study import build_setup, check_can_be_federated, check_can_start_with, resolve_for_sites
+from fedmll.deploy.site import site_folder
+from fedmll.inference.model_file import load_model
+from fedmll.methods import build_method
+from fedmll.methods.task import Task
+from fedmll.models.flat_weights import sketch_frozen_tensors
+from fedmll.runs.run_folder import MODEL_FILE, SUMMARY_FILE, RunFolder
+from fedmll.training import federated_evaluation, round_loop
+from fedmll.training.callbacks import Callback, Result
+from fedmll.training.checkpoint import check_fingerprint
+
+if TYPE_CHECKING:
+    from fedmll.deploy.flower.child_processes import SuperLinkSettings
+    from fedmll.deploy.flower.membership import Grid, Membership
+
+DISK_FULL_ADVICE = "Free some space, then continue with `fedmll resume`: no finished round is lost."
+RETURN_SECONDS = 60  # for clients to notice that a server is back
+
+
+def never_ended() -> None:
+    """For a Grid without a SuperLink of ours."""
+
+
+@site_folder.private_files()
+def serve(
+    experiment: Experiment,
+    settings: ServerSettings,
+    out: Path,
+    *,
+    callback: Callback | None = None,
+    passphrase_file: Path | None = None,
+    confirm: Confirm = confirm_at_terminal,
+) -> Result:
+    """Run a federation from round 1.
+
+    Args:
+        experiment: what to run.
+        settings: the clients, deadlines, address and keys.
+        out: the run's folder, which `resume_server` can continue. A start that fails creates no folder.
+        callback: watches the run.
+        passphrase_file: its first line is the passphrase of the server's key.
+        confirm: asks the operator whether to start in spite of doubtful label counts.
+    """
+    from fedmll.deploy.flower.child_processes import check_address
+
+    check_can_be_federated(experiment)
+    check_can_start_with(experiment, settings)
+    if settings.keys is not None:
+        folder = Path(settings.keys)
+        certificates.find_tls_files(folder)
+        client_keys.load_public_keys(folder, settings.invited)
+        read_passphrase(folder / "server.key", passphrase_file)
+        settings = replace(settings, keys=str(folder.resolve()))
+    RunFolder(out).check_vacant()
+    check_address(settings.host, settings.port)
+    data = load_data_of_server(experiment, callback or Callback())
+    with files.explain_full_disk(out, DISK_FULL_ADVICE):
+        RunFolder(out).create(resolve_for_sites(experiment, data.test.sample_shape))
+        server_settings.write_server_settings(settings, out)
+    return resume_server(out, callback=callback, passphrase_file=passphrase_file, confirm=confirm)
+
+
+@site_folder.private_files()
+def resume_server(
+    out: Path,
+    *,
+    callback: Callback | None = None,
+    passphrase_file: Path | None = None,
+    confirm: Confirm = confirm_at_terminal,
+) -> Result:
+    """Start the federation in a folder, or continue it from its last checkpoint. See `serve` for the arguments."""
+    from fedmll.deploy.flower.superlink import run_superlink
+
+    callback = callback or Callback()
+    experiment, settings = RunFolder(out).load_experiment(), read_server_settings(out)
+    if RunFolder(out).is_finished:
+        raise ConfigError(f"The run in {out} is over: its result is in {SUMMARY_FILE} and {MODEL_FILE} there.")
+    with files.explain_full_disk(out, DISK_FULL_ADVICE):
+        log = OperatorLog(out, callback)
+        superlink_settings = _superlink_settings(settings, out, passphrase_file)
+        if settings.keys is not None:
+            for warning in certificates.expiry_warnings(Path(settings.keys)):
+                log.notify(warning)
+        with run_superlink(superlink_settings, log.notify) as superlink:
+            log.notify(f"listening on {settings.host}:{settings.port}, waiting for {', '.join(settings.invited)}")
+            return run_federation(
+                superlink.grid,
+                experiment,
+                settings,
+                out,
+                callback=callback,
+                check_alive=superlink.check_alive,
+                confirm=confirm,
+            )
+
+
+def _superlink_settings(settings: ServerSettings, out: Path, passphrase_file: Path | None) -> SuperLinkSettings:
+    from fedmll.deploy.flower.child_processes import FOLDER, SuperLinkSettings, write_secret
+
+    folder = out / FOLDER
+    insecure = SuperLinkSettings(
+        host=settings.host,
+        port=settings.port,
+        folder=str(folder),
+        secret_file=str(write_secret(folder)),
+        nodes={},
+    )
+    if settings.keys is None:
+        return insecure
+    keys = Path(settings.keys)
+    certificate, key, ca = certificates.find_tls_files(keys)
+    return replace(
+        insecure,
+        nodes=client_keys.load_public_keys(keys, settings.invited),
+        certificate=str(certificate),
+        key=str(key),
+        ca=str(ca),
+        passphrase=read_passphrase(key, passphrase_file),
+        revoked=str(keys / client_keys.REVOKED_FILE),
+    )
+
+
+@site_folder.private_files()
+def run_federation(
+    grid: Grid,
+    experiment: Experiment,
+    settings: ServerSettings,
+    out: Path,
+    *,
+    callback: Callback,
+    check_alive: Callable[[], None] = never_ended,
+    confirm: Confirm = confirm_at_terminal,
+) -> Result:
+    """Run a federation on any of Flower's Grids: that of a SuperLink, or of the simulation engine.
+
+    Args:
+        grid: sends messages to nodes.
+        experiment: what to run, as it is in the run's folder.
+        settings: the clients and deadlines.
+        out: the run's folder.
+        callback: watches the run.
+        check_alive: raises when the SuperLink has ended.
+        confirm: asks the operator.
+    """
+    check_can_start_with(experiment, settings)
+    site_folder.make_private_folder(out)  # it has the names and metrics of sites
+    with open_console(out, settings, experiment, callback) as console:
+        return _run_federation(grid, experiment, settings, out, console, check_alive, confirm)
+
+
+def _run_federation(
+    grid: Grid,
+    experiment: Experiment,
+    settings: ServerSettings,
+    out: Path,
+    console: OperatorConsole,
+    check_alive: Callable[[], None],
+    confirm: Confirm,
+) -> Result:
+    from fedmll.deploy.flower.engine import FlowerEngine
+    from fedmll.deploy.server.site_federation import build_federation, describe_missing_clients
+
+    notify, callback, folder = console.notify, console.callback, RunFolder(out)
+    data = load_data_of_server(experiment, callback)
+    classes = data.test.classes
+    membership = _create_membership(grid, experiment, settings, out, console, data)
+    _wait_for_clients(membership, settings, check_alive, server_settings.has_begun(out))
+    federation = build_federation(experiment, settings, membership.introductions, data)
+    missing = describe_missing_clients(federation, settings.participants, membership.introductions)
+    if missing is not None:
+        notify(missing)
+    label_counts.confirm_label_counts(
+        out, classes, settings.participants, membership.introductions, notify=notify, confirm=confirm
+    )
+    check_fingerprint(folder.checkpoint_folder, experiment.fingerprint())
+    engine = FlowerEngine(
+        federation,
+        membership,
+        out,
+        min_clients=settings.min_clients,
+        round_timeout=settings.round_timeout,
+        max_attempts=settings.max_attempts,
+        check_alive=check_alive,
+        progress=callback.on_setup_progress,
+        max_share=settings.max_share,
+        thresholds=settings.thresholds,
+        calibrate=settings.calibrate,
+    )
+    result = round_loop.train(federation, engine, folder, callback)
+    # once more: clients may have joined during the run
+    label_counts.write_label_counts(out, classes, settings.participants, membership.introductions)
+    engine.deliver_model(load_model(out / MODEL_FILE), federated_evaluation.read_site_thresholds(out))
+    console.end("finished")
+    engine.end_run(console.audit.last_hash)
+    return result
+
+
+def _create_membership(
+    grid: Grid,
+    experiment: Experiment,
+    settings: ServerSettings,
+    out: Path,
+    console: OperatorConsole,
+    data: ServerData,
+) -> Membership:
+    from fedmll.deploy.flower.membership import Membership
+
+    classes, shape = data.test.classes, data.test.sample_shape
+    setup = build_setup(experiment, classes, shape, settings.announced_clients, settings.run)
+    console.notify(
+        f"the study's digest is {setup.digest}; sites approve it at their terminal, or with `fedmll join --approve`"
+    )
+    console.record("study", digest=setup.digest)
+    method = build_method(Task(experiment, classes, shape, len(settings.clients), torch.device("cpu")))
+    private = method.has("private-labels")
+    return Membership(
+        grid=grid,
+        clients=settings.participants,
+        validators=settings.validators,
+        has_keys=settings.keys is not None,
+        setup=setup.to_json(),
+        introductions_file=out / server_settings.INTRODUCTIONS_FILE,
+        notify=console.notify,
+        record=console.record,
+        classes=classes,
+        frozen={} if private else sketch_frozen_tensors(method.build_model()),
+        label_sets=_read_label_sets(settings, classes) if private else None,
+        exclusions=console.exclusions,
+    )
+
+
+def _read_label_sets(settings: ServerSettings, classes: Sequence[str]) -> LabelSets | None:
+    """Without keys no client is authenticated, so no label set can be registered."""
+    return None if settings.keys is None else read_label_sets(Path(settings.keys), settings.all_names, classes)
+
+
+def _wait_for_clients(
+    membership: Membership, settings: ServerSettings, check_alive: Callable[[], None], has_begun: bool
+) -> None:
+    """Wait until all clients are connected; when enough have joined, wait a little longer for the others.
+
+    A run that has begun waits for the clients that have taken part in it.
+    """
+    deadline, enough_deadline = time.monotonic() + settings.join_timeout, math.inf
+    while True:
+        check_alive()
+        membership.update()
+        now, connected = time.monotonic(), sum(name in settings.participants for name in membership.members)
+        joined = [name for name in settings.participants if name in membership.introductions]
+        if len(joined) >= settings.clients_to_start and connected >= settings.min_clients:
+            enough_deadline = min(enough_deadline, now + RETURN_SECONDS)
+            expected = len(joined if has_begun else settings.participants)
+            if connected == expected or now > min(enough_deadline, deadline):
+                return
+        if now > deadline:
+            missing = [name for name in settings.participants if name not in joined]
+            problem = f"{', '.join(missing)} did not join" if missing else f"only {connected} clients are connected"
+            raise FederationError(
+                f"{problem} in {settings.join_timeout:g} s (--join-timeout). Nothing is lost: start `fedmll join` "
+                "there, then continue with `fedmll resume` here. To continue without a client for now: `fedmll resume "
+                "--start-with N`; permanently: `fedmll resume --drop NAME`."
+            )
+        time.sleep(0.5)

@@ -1,0 +1,16 @@
+"""A site of a real federation. Start with join.py and worker.py.
+
+join              `fedmll join`: connect to the server and serve it until the run is over
+check             `fedmll check`: can this site join?
+validate          `fedmll validate`: test a model file on the site's data
+worker            what a site does for the server: introduce itself, train, evaluate, receive the model
+site_config       the site's configuration and limits (Site, SiteLimits), site.json
+site_data         the site's images and labels, prepared for a study
+site_folder       the site's own folder (--state-dir)
+approval          a person approves every study
+setup_record      a join answers one setup only
+released_counts   which label counts have left the site
+memory_estimate   how much memory a study needs
+local_baseline    the model that the site could have trained alone
+benefit_report    compares the federated model with the local one: site-report.html
+"""

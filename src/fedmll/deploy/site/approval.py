@@ -1,0 +1,143 @@
+"""A person approves every study before a site takes part in it.
+
+At a terminal the study is shown and asked for once; `approved.json` records its digest. Or the operator approves a
+study in advance by its digest (`--approve`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fedmll.core import files
+from fedmll.core.confirmation import Confirm, confirm_at_terminal
+from fedmll.core.text import printable
+from fedmll.deploy.security.audit_log import AuditLog
+from fedmll.deploy.site.memory_estimate import GIGABYTE
+from fedmll.deploy.site.site_folder import move_damaged_file
+from fedmll.deploy.site_errors import SiteError, SiteErrorCode
+from fedmll.methods import build_method
+from fedmll.methods.base import Part, overrides
+from fedmll.methods.task import Task
+
+FILE = "approved.json"
+MAX_APPROVED = 100  # the latest ones are kept
+SMALL_BATCH, LARGE_SHARE = 8, 0.5  # values beyond these are marked as unusual
+
+
+def check_approved_digest(approved: str, digest: str) -> None:
+    """Raise a SiteError if the server asks for a study other than the one that was approved with --approve."""
+    if digest != approved:
+        raise SiteError(
+            SiteErrorCode.APPROVAL,
+            f"The server asks for the study {digest}, and you approved the study {approved} (--approve). Nothing was "
+            "sent except this refusal. Ask the server's operator what changed; to see the study, join at a terminal "
+            "without --approve.",
+        )
+
+
+def describe_study(task: Task, training: int, held_out: int, memory: float) -> list[tuple[str, str]]:
+    """What a person approves: the settings that decide how much is learnt about the images, and what leaves.
+
+    Args:
+        task: the study at this site.
+        training: the number of training images; 0: the site only validates.
+        held_out: the number of images held out for tests.
+        memory: bytes for the model and one batch.
+
+    Returns:
+        Pairs (name, value).
+    """
+    experiment = task.experiment
+    batch, epochs = experiment.training.batch_size, experiment.training.local_epochs
+    method = build_method(task)
+    parts = [part for part in method.active_parts if part is not method.average_part]
+    names = ", ".join(part.name for part in parts if _sends_reply(part))
+    unusual = " (unusually many)" if training and held_out > LARGE_SHARE * (training + held_out) else ""
+    return [
+        ("method", experiment.method.name),
+        (
+            "rounds",
+            f"{experiment.training.rounds}, each {epochs} × over {'your images' if training else 'others’ images'}",
+        ),
+        ("batch", f"{batch}{' (unusually small)' if batch < SMALL_BATCH else ''}"),
+        ("your images", f"{training} to train on, {held_out} held out for tests{unusual}"),
+        ("image size", " × ".join(map(str, task.sample_shape))),
+        ("model", f"{experiment.model.backbone}; with a batch about {memory / GIGABYTE:.2g} GB of memory"),
+        ("clients", str(task.clients)),
+        (
+            "leaves once",
+            "your name, numbers of images, the names of the classes you annotate and, for each class, the numbers of "
+            "training images where it is present, absent and unknown (rounded to 5; no count below --min-count), a "
+            "digest of the data, a few numbers that identify the frozen layers of the model",
+        ),
+        (
+            "leaves per round",
+            "the trained weights, loss, number of images and steps" + (f"; for the parts: {names}" if names else "")
+            if training
+            else "nothing: you only validate",
+        ),
+        (
+            "leaves per test",
+            "metrics of the federated model on your held-out images, and for each class how many images have which "
+            "score"
+            if held_out
+            else "nothing",
+        ),
+    ]
+
+
+def request_approval(
+    state_dir: Path, digest: str, rows: list[tuple[str, str]], show: Callable[[str], None], confirm: Confirm
+) -> None:
+    """Show a study and ask for approval, unless it was approved before.
+
+    Args:
+        state_dir: the site's folder, with the approved studies.
+        digest: the digest of the study.
+        rows: the description of the study (`describe_study`).
+        show: prints one line.
+        confirm: asks the question.
+
+    Raises:
+        SiteError: nobody approved.
+    """
+    approved = _read_approved(state_dir / FILE, show)
+    if digest in approved:
+        return
+    show("The server asks for this study:")
+    for name, value in [*rows, ("digest", digest)]:
+        show(f"  {name:<16} {printable(value, 400)}")
+    if not confirm("Take part?"):
+        if not sys.stdin.isatty():
+            show(
+                "There is no terminal, so nobody can be asked. Join once at a terminal; or compare the digest above "
+                "with the one that the server's operator sent you, and join with --approve DIGEST."
+            )
+        raise SiteError(SiteErrorCode.APPROVAL, "The study was not approved. Nothing was sent except this refusal.")
+    approved[digest] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    approved = dict(list(approved.items())[-MAX_APPROVED:])
+    files.write_atomic(state_dir / FILE, json.dumps(approved, indent=2) + "\n")
+    AuditLog(state_dir).write("approved", digest=digest, at_terminal=confirm is confirm_at_terminal)
+
+
+def _read_approved(path: Path, show: Callable[[str], None]) -> dict[str, str]:
+    """Digest → time of approval."""
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        renamed = move_damaged_file(path).name
+        show(f"warning: {path} cannot be read and was renamed to {renamed}. You are asked for approval again.")
+        return {}
+
+
+def _sends_reply(part: Part) -> bool:
+    """Whether a client's reply can contain tensors of the part."""
+    kind = type(part)
+    has_spec = bool(part.sums) or overrides(kind, "reply_spec")
+    return has_spec and (overrides(kind, "on_round_end") or overrides(kind, "collect_statistics"))

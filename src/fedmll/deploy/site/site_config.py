@@ -1,0 +1,134 @@
+"""What a site's operator configures: where the data is, what the site agrees to, and `site.json`, the file with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from fedmll.config.experiment import Experiment
+from fedmll.config.settings import ReadingOptions
+from fedmll.core import files
+from fedmll.core.errors import ConfigError
+from fedmll.deploy.site import setup_record
+from fedmll.deploy.site_errors import SiteError, SiteErrorCode
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteLimits:
+    """Limits that hold at a site whatever a server asks for.
+
+    Attributes:
+        max_rounds: the largest number of rounds.
+        min_images: the smallest number of training images: a model trained on few images reveals much about each.
+        max_memory: GB for the model and one batch.
+        methods: the only allowed methods; empty: all.
+        min_count: counts of fewer positive or negative images of a class stay at the site.
+    """
+
+    max_rounds: int = 1000
+    min_images: int = 10
+    max_memory: float = 4.0
+    methods: tuple[str, ...] = ()
+    min_count: int = 10
+
+    def __post_init__(self) -> None:
+        if min(self.max_rounds, self.min_images, self.min_count) < 1 or not self.max_memory > 0:
+            raise ConfigError(
+                "--max-rounds, --min-images and --min-count must be at least 1, and --max-memory must be more than 0."
+            )
+
+    def check_settings(self, experiment: Experiment) -> None:
+        """Raise a SiteError if the experiment's method or number of rounds is not allowed."""
+        name, rounds = experiment.method.name, experiment.training.rounds
+        if self.methods and name not in self.methods:
+            allowed = ", ".join(self.methods)
+            raise SiteError(SiteErrorCode.LIMITS, f"The method is '{name}', and you allow {allowed} (--methods).")
+        if rounds > self.max_rounds:
+            raise SiteError(
+                SiteErrorCode.LIMITS, f"The study has {rounds} rounds, and you allow {self.max_rounds} (--max-rounds)."
+            )
+
+    def check_image_count(self, training: int) -> None:
+        """Raise a SiteError if there are too few training images."""
+        if training < self.min_images:
+            raise SiteError(
+                SiteErrorCode.LIMITS,
+                f"{training} images would be left to train on (the others are held out for tests), and you require at "
+                f"least {self.min_images} (--min-images).",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A site's data, folders and limits.
+
+    Attributes:
+        name: the site's name in the federation.
+        csv: the labels file.
+        images: the folder that the paths in the labels file start from.
+        state_dir: the site's own folder (see site_folder.py).
+        classes: the only columns to use; empty: all.
+        device: cpu, cuda or auto.
+        ignore, group, window, skip_unreadable: as in an experiment's [data].
+        local_files: the site's copies of files that an experiment names by their digest.
+        limits: what the site does not do.
+        needs_approval: a person approves every study at the terminal; False: a simulation with sites of one's own.
+        keep_cache: keep the prepared images in `state_dir` when the run is over.
+        class_renames: pairs (the site's name of a class, the study's name).
+        out: where the model and its report go; None: `state_dir`.
+        validation_only: the site tests the model and never trains.
+        approved_digest: the digest of the only study that the site takes part in. Then nobody is asked.
+    """
+
+    name: str
+    csv: Path
+    images: Path
+    state_dir: Path
+    classes: tuple[str, ...] = ()
+    device: str = "auto"
+    ignore: tuple[str, ...] = ()
+    group: str | None = None
+    window: tuple[float, float] | None = None
+    skip_unreadable: bool = False
+    local_files: tuple[Path, ...] = ()
+    limits: SiteLimits = field(default_factory=SiteLimits)
+    needs_approval: bool = False
+    keep_cache: bool = False
+    class_renames: tuple[tuple[str, str], ...] = ()
+    out: Path | None = None
+    validation_only: bool = False
+    approved_digest: str | None = None
+
+    @property
+    def reading(self) -> ReadingOptions:
+        """How the labels and images are read."""
+        return ReadingOptions(
+            classes=self.classes,
+            ignore=self.ignore,
+            group=self.group,
+            window=self.window,
+            skip_unreadable=self.skip_unreadable,
+            by_options=True,
+        )
+
+    @property
+    def output_dir(self) -> Path:
+        return self.out or self.state_dir
+
+
+def write_site_file(site: Site, path: Path) -> None:
+    """Write the site to a JSON file, from which Flower's runtimes take it. A new join starts: no setup is answered."""
+    setup_record.delete_setup_record(path)
+    files.write_atomic(path, json.dumps(asdict(site), default=str))
+
+
+def read_site_file(path: Path) -> Site:
+    values = json.loads(path.read_text())
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    values |= {name: Path(values[name]) for name in ("csv", "images", "state_dir")}
+    values["out"] = None if values["out"] is None else Path(values["out"])
+    values["local_files"] = tuple(map(Path, values["local_files"]))
+    values["class_renames"] = tuple((own, study) for own, study in values["class_renames"])
+    values["limits"] = SiteLimits(**values["limits"] | {"methods": tuple(values["limits"]["methods"])})
+    return Site(**values)

@@ -1,0 +1,88 @@
+"""The setup of a study: what a server asks its sites to take part in, and the digest that a site approves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedmll.core.errors import ConfigError
+from fedmll.core.text import printable
+from fedmll.deploy.site_errors import SiteError, SiteErrorCode
+
+DIGEST = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudySetup:
+    """What the server sends to every site with every message: a site or the server may have been restarted meanwhile.
+
+    Attributes:
+        run: the name of the server's run. Another run must not use this one's client state.
+        experiment: the sections of the experiment that sites need.
+        classes: the classes of the study; None: label sets are private, and a site knows only its own classes.
+        shape: channels, height and width of the images.
+        clients: the number of clients.
+    """
+
+    run: str
+    experiment: dict[str, Any]
+    classes: tuple[str, ...] | None
+    shape: tuple[int, ...]
+    clients: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The fields with JSON types (lists instead of tuples)."""
+        found: dict[str, Any] = json.loads(self.to_json())
+        return found
+
+    @property
+    def digest(self) -> str:
+        """The digest of the study, which `fedmll join --approve` takes. The name of the run is not part of it."""
+        return compute_study_digest({name: value for name, value in self.values.items() if name != "run"})
+
+    @classmethod
+    def from_json(cls, text: str) -> StudySetup:
+        """Read what a server sent.
+
+        Raises:
+            SiteError: the text is not a setup.
+        """
+        try:
+            values = json.loads(text)
+            classes = values["classes"]
+            found = cls(
+                **values | {"classes": None if classes is None else tuple(classes), "shape": tuple(values["shape"])}
+            )
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise SiteError(SiteErrorCode.MESSAGE, f"The server's experiment cannot be read ({error}).") from None
+        names, sides = found.classes or (), found.shape
+        if not all(isinstance(name, str) for name in names) or not isinstance(found.clients, int):
+            raise SiteError(SiteErrorCode.MESSAGE, "The server's classes and number of clients cannot be read.")
+        if len(sides) != 3 or not all(type(side) is int and side > 0 for side in sides):
+            raise SiteError(SiteErrorCode.MESSAGE, "The server's image size cannot be read.")
+        return found
+
+
+def compute_study_digest(study: dict[str, Any]) -> str:
+    """SHA-256 of what the server asks for, as JSON with sorted keys and without spaces."""
+    return hashlib.sha256(json.dumps(study, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def parse_digest(text: str | None) -> str | None:
+    """The value of --approve: 64 hexadecimal digits, with or without `sha256:` before them."""
+    if text is None:
+        return None
+    digest = text.strip().lower().removeprefix("sha256:")
+    if not DIGEST.fullmatch(digest):
+        raise ConfigError(
+            f"--approve takes the digest of a study, 64 hexadecimal digits; it got '{printable(text, 100)}'. `fedmll "
+            "check --study` computes it, and `fedmll server` and `fedmll join` show it."
+        )
+    return digest

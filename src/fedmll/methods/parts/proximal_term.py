@@ -1,0 +1,25 @@
+"""The proximal term of FedProx (Li et al., 2020, Eq. 2): μ/2 ‖w − w_g‖² over the parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedmll.methods.base import Part, PartOptions, option, vectorized
+from fedmll.methods.client_round import ClientRound
+
+
+class ProximalTerm(Part):
+    name = "proximal"
+
+    class Options(PartOptions):
+        mu: float = option(0.01, "μ: how strongly weights are held at the round's start (Eq. 2)", ge=0)
+
+    def on_round_start(self, client_round: ClientRound) -> Tensor:
+        """w_g."""
+        return client_round.weights.parameter_vector.clone()
+
+    @vectorized
+    def on_gradients(self, client_round: ClientRound, start: Tensor) -> None:
+        """The term's gradient, μ (w − w_g)."""
+        weights = client_round.weights
+        weights.add_gradient(weights.parameter_vector - start, self.options.mu)

@@ -1,0 +1,272 @@
+"""The exact linear head, from sums (ridge regression): one exchange, and the result does not depend on who has what.
+
+Each client sends, of its features f and known targets y, G = Σ f fᵀ, Σ f, B = Σ f y, Σ y and counts; one G for every
+set of its classes that are known on the same samples. With features centred by the class's own mean and scaled by s,
+the root of the pooled variance,
+
+    w_c = S⁻¹ (S⁻¹ Ĝ_c S⁻¹ + λ n_c I)⁻¹ S⁻¹ B̂_c,   bias by the means; the intercept is not penalised;
+
+G_c sums over who annotates c. Unknown targets count nowhere. λ = "gcv" minimises generalised cross-validation,
+n · RSS / (n − df)², summed over the classes: it needs no more than the same sums. A score of ½ becomes p = ½ with the
+slope of the line: z = 4 (score − ½). G shows the server second moments of a client's features. Sums of small groups,
+and sums that differ by a small group, do not leave a site (small_groups.py).
+
+Balanced, a known entry of class c weighs n_c / 2n_c⁺ if it is positive and n_c / 2n_c⁻ if not, counted by all.
+It takes one more matrix a class, G_c⁺ = Σ f fᵀ over the positives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedmll.core import small_groups
+from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message, Tensors
+from fedmll.core.processes import single_thread
+from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.client_round import ClientInfo, ClientRound
+from fedmll.methods.parts.classifier_rows import HeadRows
+from fedmll.methods.parts.sum_checks import refuse_moments
+
+if TYPE_CHECKING:
+    from fedmll.config.experiment import Experiment
+
+GRID = torch.logspace(-5, 1, 13, dtype=torch.float64)  # of λ, relative to the samples
+LARGEST_SUM, LARGEST_SQUARE = 1e12, 1e16  # that are believed: features up to 10⁴ of 10⁸ samples
+SMALLEST = 1e-6  # of a feature's standard deviation: what is constant says nothing
+
+
+class HeadFromSums(Part):
+    """A head from the clients' sums: what they send in an exchange that has no training."""
+
+    conflicts = frozenset({"private-labels"})
+    unit = False  # whether features have norm 1
+
+    @property
+    def balanced(self) -> bool:
+        """Whether positives are summed apart."""
+        return False
+
+    def asked(self, round: int) -> bool:
+        """Whether this round is that exchange."""
+        return round == 0 if "opening" in self.exchanges else round > self.task.rounds
+
+    def collect_statistics(self, client_round: ClientRound) -> Tensors:
+        features = client_round.outputs(features=True).features
+        assert features is not None
+        targets = small_groups.mask_small_groups(client_round.client.targets, self.task.min_group_size)
+        return sums_of(features.double(), targets, self.balanced)
+
+    def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
+        if not self.asked(round):
+            return {}
+        width, classes = self.model.width, len(self.task.classes)
+        double = torch.float64
+        square = (classes, width + 1, width + 1)
+        positive = TensorSpec(square, double, rule=_symmetric, broken="is not symmetric", by_class=0)
+        return ({"positive": positive} if self.balanced else {}) | {
+            "group": TensorSpec((classes,), torch.int64, low=-1, high=classes - 1, by_class=0, absent=-1),
+            "gram": TensorSpec(
+                (None, width + 1, width + 1), double, most=classes, rule=_symmetric, broken="is not symmetric"
+            ),
+            "cross": TensorSpec((classes, width + 1), double, -LARGEST_SUM, LARGEST_SUM, by_class=0),
+            "all": TensorSpec(
+                (3, width),
+                double,
+                rule=_moments,
+                broken="holds no counts, sums and squares",
+                check_together=lambda sums, samples: refuse_moments(sums, samples, self.unit),
+            ),
+        }
+
+
+class RidgeHead(HeadFromSums):
+    """The head starts from the exact ridge solution of all clients' sums."""
+
+    name = "ridge"
+    requires = frozenset({"class-rows"})
+    exchanges = frozenset({"opening"})
+
+    class Options(PartOptions):
+        ridge: Annotated[float, Field(gt=0)] | Literal["gcv"] = option(
+            "gcv", "λ, relative to n; gcv: chosen from the sums"
+        )
+        ridge_balanced: bool = option(False, "of the ridge: a class's positives weigh as its negatives (G⁺ a class)")
+
+    @property
+    def balanced(self) -> bool:
+        return bool(self.options.ridge_balanced)
+
+    @classmethod
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
+        """The features must be in training what they are here: no batch statistics that come to life."""
+        model = experiment.model
+        alive = (model.freeze != "backbone" and model.backbone != "mlp") or model.width is not None
+        if experiment.training.rounds and model.norm == "batch" and alive:
+            raise ConfigError(
+                "A head that starts from the ridge (method.start = 'ridge') fits features that stay as they are, and "
+                "batch normalisation changes them in training. Set model.freeze = 'backbone', and model.norm = 'group' "
+                "for a neck (model.width)."
+            )
+
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
+        return RidgeAggregator(self) if self.asked(round) else None
+
+
+def sums_of(features: Tensor, targets: Tensor, balanced: bool = False) -> Tensors:
+    """A client's sums. `group` says which of the grams is a class's: −1 where nothing is known of it."""
+    augmented = torch.cat([features, features.new_ones(len(features), 1)], 1)
+    known, group = torch.unique(targets >= 0, dim=1, return_inverse=True)  # sets of classes known on the same samples
+    some = known.any(0)
+    place = torch.cumsum(some, 0) - 1
+    gram = torch.stack(
+        [augmented[mask].T @ augmented[mask] for mask in known.T[some]] or [augmented[:0].T @ augmented[:0]]
+    )
+    moments = [torch.full_like(features[0], len(features)), features.sum(0), features.square().sum(0)]
+    positive: Tensors = {}
+    if balanced:
+        positive["positive"] = torch.stack([augmented[mask].T @ augmented[mask] for mask in (targets == 1).T])
+        positive["positive"] = (positive["positive"] + positive["positive"].mT) / 2
+    return positive | {
+        "group": torch.where(some[group], place[group], -1),
+        "gram": (gram + gram.mT) / 2,
+        "cross": (targets == 1).double().T @ augmented,
+        "all": torch.stack(moments),
+    }
+
+
+class FeatureSumsAggregator(Aggregator):
+    """Sums of classes that the same clients know in the same way are kept once."""
+
+    def __init__(self, part: HeadFromSums) -> None:
+        self.part = part
+        size, classes = part.model.width + 1, len(part.task.classes)
+        self.grams: list[Tensor] = [torch.zeros(size, size, dtype=torch.float64)]
+        self.of = torch.zeros(classes, dtype=torch.int64)  # class → its gram
+        self.cross = torch.zeros(classes, size, dtype=torch.float64)
+        self.moments = torch.zeros(3, size - 1, dtype=torch.float64)
+        self.positive: Tensor | None = None
+
+    def add(self, client: ClientInfo, reply: Message) -> None:
+        self.cross += reply["cross"]
+        self.moments += reply["all"]
+        if "positive" in reply.tensors:
+            self.positive = reply["positive"] + (0 if self.positive is None else self.positive)
+        pairs, of = torch.unique(torch.stack([self.of, reply["group"]]), dim=1, return_inverse=True)
+        grams = [
+            self.grams[old] if new < 0 else self.grams[old] + reply["gram"][min(new, len(reply["gram"]) - 1)]
+            for old, new in pairs.T.tolist()
+        ]
+        self.grams, self.of = grams, of
+
+
+class RidgeAggregator(FeatureSumsAggregator):
+    @single_thread()
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        rows, strength = self.solve(self.part.options.ridge)
+        head = HeadRows.of(self.part.weights)
+        front, _, back = head.split(merged["weights"], len(rows))
+        merged["weights"] = head.join(front, rows.float(), back)
+        return {}, {"ridge": strength}
+
+    def solve(self, ridge: float | str) -> tuple[Tensor, float]:
+        """The classifier's rows (C, width and bias) in logits, and λ. A class of which nobody knows anything is 0."""
+        grams, of, cross = self.grams, self.of, self.cross
+        known = torch.tensor([float(grams[number][-1, -1]) for number in of.tolist()], dtype=torch.float64)
+        self.counts = torch.stack([known - cross[:, -1], cross[:, -1]])  # (2, C): negatives and positives
+        self.weights = torch.ones_like(self.counts)
+        if self.positive is not None:
+            both = (self.counts > 0).all(0)  # with one kind alone there is nothing to balance
+            self.weights = torch.where(both, known / 2 / self.counts.clamp(min=1), 1)
+            grams = [
+                negative * (grams[number] - plus) + positive * plus
+                for number, plus, (negative, positive) in zip(of.tolist(), self.positive, self.weights.T, strict=True)
+            ]
+            of, cross = torch.arange(len(of)), cross * self.weights[1][:, None]
+        count, total, squares = self.moments
+        variance = (squares / count - (total / count).square()).clamp(min=0)
+        scale = 1 / variance.sqrt().clamp(min=SMALLEST)
+        systems = [_RidgeSystem(gram, cross[of == number], scale) for number, gram in enumerate(grams)]
+        if ridge == "gcv":
+            errors = torch.stack([system.gcv(GRID) for system in systems]).sum(0)
+            strength = float(GRID[errors.argmin()])
+        else:
+            strength = float(ridge)
+        rows = torch.zeros_like(cross)
+        for number, system in enumerate(systems):
+            rows[of == number] = system.rows(strength)
+        rows[:, -1] -= 0.5
+        rows[known == 0] = 0
+        self.leverage = self._leverage([systems[number] for number in of.tolist()], strength)
+        return 4 * rows, strength
+
+    def _leverage(self, systems: list[_RidgeSystem], strength: float) -> Tensor:
+        """(2, C): how much of its own score a negative and a positive decide, on average."""
+        if self.positive is None:
+            return torch.tensor([[system.leverage(strength) for system in systems]] * 2, dtype=torch.float64)
+        found = torch.zeros_like(self.counts)
+        for c, (system, plus) in enumerate(zip(systems, self.positive, strict=True)):
+            of_these = (
+                system.leverage_of(plus, strength),
+                system.leverage_of(self.grams[int(self.of[c])] - plus, strength),
+            )
+            found[1, c], found[0, c] = of_these
+        return found * self.weights
+
+
+class _RidgeSystem:
+    """Classes with the same known samples: centred, scaled, diagonalised once for every λ."""
+
+    def __init__(self, gram: Tensor, cross: Tensor, scale: Tensor) -> None:
+        self.count = float(gram[-1, -1].clamp(min=1))
+        self.scale, self.mean = scale, gram[-1, :-1] / self.count
+        centred = gram[:-1, :-1] - self.count * torch.outer(self.mean, self.mean)
+        self.values, self.vectors = torch.linalg.eigh(centred * scale[:, None] * scale)
+        self.values = self.values.clamp(min=0)
+        self.rate = cross[:, -1] / self.count
+        b = (cross[:, :-1] - cross[:, -1:] * self.mean) * scale
+        self.turned = b @ self.vectors  # (classes, width)
+
+    def gcv(self, grid: Tensor) -> Tensor:
+        """Σ over the classes of n · RSS / (n − df)², for every λ."""
+        shrunk = self.values + self.count * grid[:, None]
+        spread = self.count * (self.rate * (1 - self.rate)).sum()
+        explained = (self.turned.square().sum(0) * (2 / shrunk - self.values / shrunk.square())).sum(1)
+        left = (self.count - 1 - (self.values / shrunk).sum(1)).clamp(min=1e-3)
+        return self.count * (spread - explained).clamp(min=0) / left.square()
+
+    def rows(self, strength: float) -> Tensor:
+        w = (self.turned / (self.values + self.count * strength)) @ self.vectors.T * self.scale
+        return torch.cat([w, (self.rate - w @ self.mean)[:, None]], 1)
+
+    def leverage(self, strength: float) -> float:
+        """The mean of h_i = 1/n + z_iᵀ (ZᵀZ + λn)⁻¹ z_i: (1 + df) / n."""
+        return float(1 + (self.values / (self.values + self.count * strength)).sum()) / self.count
+
+    def leverage_of(self, gram: Tensor, strength: float) -> float:
+        """The same, of the samples whose sums these are."""
+        count = float(gram[-1, -1].clamp(min=1))
+        mean = gram[-1, :-1] / count
+        moved = gram[:-1, :-1] / count - torch.outer(mean, mean) + torch.outer(mean - self.mean, mean - self.mean)
+        turned = self.vectors * self.scale[:, None]
+        return 1 / self.count + float(
+            ((turned * (moved @ turned)).sum(0) / (self.values + self.count * strength)).sum()
+        )
+
+
+def _symmetric(gram: Tensor) -> bool:
+    """And a sum of squares, of an ordinary size."""
+    squares = gram.diagonal(dim1=1, dim2=2)
+    return torch.equal(gram, gram.mT) and bool((squares >= 0).all()) and float(gram.abs().max()) <= LARGEST_SQUARE
+
+
+def _moments(moments: Tensor) -> bool:
+    """By Cauchy and Schwarz the square of a sum is bounded."""
+    count, total, squares = moments
+    bounded = bool((count >= 1).all()) and float(squares.max()) <= LARGEST_SQUARE
+    return bounded and bool((total.square() <= count * squares * (1 + 1e-6) + 1e-6).all())

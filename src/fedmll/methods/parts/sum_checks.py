@@ -1,0 +1,84 @@
+"""Whether sums can be those of so many samples. Each bound holds for any features and targets; made-up sums that keep
+to all of them are possible, and a sum has no share that could be capped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedmll.core.message import Tensors
+
+LARGEST_FEATURE = 1e4  # that is believed
+LARGEST_SCORE = 1e4  # in logits
+ROUNDING = 1e-6  # relative; of sums over many samples
+
+
+def refuse_moments(sums: Tensors, samples: float, unit: bool = False) -> str | None:
+    """Of a ridge's sums: why they cannot be those of `samples` samples, or None. `unit`: all features have norm 1."""
+    count, _, squares = sums["all"]
+    gram, group, cross = sums["gram"], sums["group"], sums["cross"]
+    known = gram[:, -1, -1]
+    if not bool((count == samples).all()):
+        return f"its sums are of {float(count.max()):g} samples, and it has {samples:g}"
+    if float(squares.max()) > samples * LARGEST_FEATURE**2 or (unit and float(squares.sum()) > _up(samples)):
+        return f"its features are larger than {'1' if unit else f'{LARGEST_FEATURE:g}'}"
+    if not _counts(known, samples) or int(group.max()) >= len(gram):
+        return "its matrices are of more samples than it has, or of none that it speaks of"
+    if bool((gram.diagonal(dim1=1, dim2=2)[:, :-1] > _up(squares)).any()):
+        return "the squares of some samples are more than those of all"
+    if not _positive(gram):
+        return "its matrices are no sums of squares"
+    of = gram[group.clamp(min=0)] * (group >= 0)[:, None, None]  # (C, D+1, D+1)
+    reason = _refuse_cross(cross, of)
+    if reason is None and "positive" in sums:
+        reason = _refuse_positive(sums["positive"], cross, of)
+    return reason
+
+
+def _refuse_cross(cross: Tensor, gram: Tensor) -> str | None:
+    """(Σ_{y=1} f_i)² ≤ Σ f_i² · Σ y, by Cauchy and Schwarz."""
+    positives = cross[:, -1]
+    if not _counts(positives, gram[:, -1, -1]):
+        return "it has more positives than samples"
+    if bool((cross.square() > _up(gram.diagonal(dim1=1, dim2=2) * positives[:, None])).any()):
+        return "the sum over a class's positives is larger than its features allow"
+    return None
+
+
+def _refuse_positive(positive: Tensor, cross: Tensor, gram: Tensor) -> str | None:
+    """The positives' own matrices hold their sums, and are a part of all samples'."""
+    if not torch.allclose(positive[:, -1], cross, rtol=ROUNDING, atol=ROUNDING):
+        return "the matrices of its positives have other sums than its positives"
+    if not _positive(positive) or not _positive(gram - positive, gram):
+        return "the matrices of its positives are no part of those of its samples"
+    return None
+
+
+def refuse_losses(sums: Tensor, tried: Tensor, samples: float) -> str | None:
+    """Of Platt's sums (tried, 6, C) at the a and b that were tried (tried, 2, C)."""
+    loss, ga, gb, haa, _, hbb = sums.unbind(1)
+    a, b = tried.abs().unbind(1)
+    if bool((hbb > _up(samples / 4)).any() or (gb.abs() > _up(samples)).any()):
+        return f"its sums are of more than its {samples:g} samples"
+    score, most = LARGEST_SCORE, samples * (a * LARGEST_SCORE + b + 1)
+    if bool((ga.abs() > samples * score).any() or (haa > samples * score**2 / 4).any() or (loss > most).any()):
+        return f"its scores are larger than {score:g}"
+    step = tried[None] - tried[:, None]  # from the first to the second
+    tangent = loss[:, None] + ga[:, None] * step[:, :, 0] + gb[:, None] * step[:, :, 1]
+    below = tangent - loss[None] > ROUNDING * (1 + loss[None] + tangent.abs())
+    return "its losses are not those of one convex function" if bool(below.any()) else None
+
+
+def _up(bound: Tensor | float) -> Tensor | float:
+    return bound * (1 + ROUNDING) + ROUNDING
+
+
+def _counts(counts: Tensor, most: Tensor | float) -> bool:
+    return bool((counts == counts.round()).all() and (counts >= 0).all() and (counts <= most).all())
+
+
+def _positive(matrices: Tensor, beside: Tensor | None = None) -> bool:
+    """Semi-definite, to rounding that is in proportion to the matrices that they were made from."""
+    traces = (matrices if beside is None else beside).diagonal(dim1=1, dim2=2).sum(1).abs()
+    shift = (ROUNDING * traces + 1e-12)[:, None, None] * torch.eye(matrices.shape[1], dtype=matrices.dtype)
+    return not bool(torch.linalg.cholesky_ex(matrices + shift).info.any())

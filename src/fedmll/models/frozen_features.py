@@ -1,0 +1,204 @@
+"""Frozen features: the outputs of a frozen backbone are computed once, by all cores, and cached as float16.
+
+A backbone maps an image to a map of *tokens* (batch, width, rows, columns). With a frozen backbone only a neck (a 1×1
+projection and a norm, `model.width`) and a head are trained, on the stored tokens. If the same network gets an image
+instead, its tokens are rounded in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import multiprocessing
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedmll.config.settings import ModelSettings
+from fedmll.core import registry
+from fedmll.core.errors import ConfigError
+from fedmll.core.files import checksum
+from fedmll.core.processes import fork_process
+from fedmll.core.seeding import derive, torch_generator
+from fedmll.data.images.augmentation import augment
+from fedmll.data.images.cache import Progress, cached_array, content_key, no_progress, store_key
+from fedmll.models.backbones.base import Backbone, build_norm
+
+BATCH = 16  # images; with larger batches the C library allocates and clears the memory of each layer again (32 MB)
+WHOLE = "backbone"
+
+MEAN_BATCH = 256  # images
+Tokens = NDArray[np.float16]  # (views, images, width, rows, columns); view 0 is without augmentation
+Means = NDArray[np.float32]  # (views, images, width)
+
+
+def freeze_and_add_neck(backbone: Backbone, model: ModelSettings, seed: int) -> Backbone:
+    """Apply `model.freeze` and `model.width`: freeze stages of the backbone and add a trained neck."""
+    if model.freeze != "none":
+        stages = backbone.stages()
+        if model.freeze != WHOLE and len(stages) < int(model.freeze):
+            raise ConfigError(
+                f"model.freeze = {model.freeze}, but {model.backbone} has {len(stages)} stages; use fewer, or "
+                "model.freeze = 'backbone' for all."
+            )
+        backbone.frozen = tuple(stages if model.freeze == WHOLE else stages[: int(model.freeze)])
+        for stage in backbone.frozen:
+            stage.requires_grad_(False)
+    if model.width is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(seed, "neck"))
+            projection = nn.Conv2d(backbone.width, model.width, 1, bias=False)
+            backbone.neck = nn.Sequential(projection, build_norm(model.norm, model.width))
+        backbone.width = model.width
+    return backbone
+
+
+def compute_tokens(backbone: Backbone, images: Tensor) -> Tensor:
+    """The input of a head, from images or from stored tokens (float16): a map of tokens.
+
+    For feature vectors and stored means: (batch, width).
+    """
+    if images.dtype == torch.float16:
+        tokens = images.float()
+    elif backbone.stores_means and images.dim() == 2:
+        return images
+    else:
+        tokens = backbone(images)
+        if backbone.is_frozen:
+            tokens = tokens.half().float()
+    if backbone.neck is None:
+        return tokens
+    return backbone.neck(tokens if tokens.dim() == 4 else as_map(tokens))
+
+
+def as_map(vectors: Tensor) -> Tensor:
+    """Feature vectors as maps of one token."""
+    return vectors[:, :, None, None]
+
+
+def pool_tokens(tokens: Tensor) -> Tensor:
+    """The mean over a map of tokens (batch, width, rows, columns); a map of one token or a vector is not changed."""
+    if tokens.dim() == 2:
+        return tokens
+    return tokens.flatten(1) if tokens.shape[2:] == (1, 1) else tokens.mean((2, 3))
+
+
+def store_frozen_features(
+    backbone: Backbone, store: NDArray[Any], augmentation: str, views: int, seed: int,
+    normalise: Callable[[Tensor], Tensor], scale: object, progress: Progress = no_progress, *, means: bool = False,
+) -> Tokens | Means:  # fmt: skip
+    """Compute the tokens of all images of a store, or read them from the cache.
+
+    Args:
+        backbone: the frozen backbone.
+        store: the images.
+        augmentation: the augmentation of all views but the first; it depends on the seed, the view and the image.
+        views: the number of views per image.
+        seed: the seed of the augmentation.
+        normalise: scales pixels in [0, 1] for the backbone.
+        scale: the parameters of `normalise`, for the cache key.
+        progress: called with the number of images.
+        means: return the means of the tokens instead, bit for bit as a head would compute them in each step.
+    """
+    backbone.eval()
+    device = next(backbone.parameters()).device
+    with torch.no_grad():
+        shape = backbone(normalise(torch.zeros(1, *store.shape[1:], device=device))).shape[1:]
+    drawn = (augmentation, seed, BATCH, _code_hash(registry.find("augmentation", augmentation))) if views > 1 else ()
+    key = content_key("tokens", store_key(store), _digest(backbone), _code_hash(type(backbone)), scale, views, *drawn)
+    fill = _FeatureWriter(backbone, store, augmentation, views, seed, normalise, progress)
+
+    def tokens() -> Tokens:
+        return cached_array(key, lambda: ((views, len(store), *shape), fill), progress, "features", np.float16)
+
+    if not means:
+        return tokens()
+    backbone.stores_means = True
+    return cached_array(content_key("means", key), lambda: _mean_filler(tokens()), progress, "features", np.float32)
+
+
+def _mean_filler(tokens: Tokens) -> tuple[tuple[int, ...], Callable[[Means], None]]:
+    """The shape of the means, and a function that computes them."""
+
+    def fill(found: Means) -> None:
+        for view, start in product(range(len(tokens)), range(0, tokens.shape[1], MEAN_BATCH)):
+            rows = slice(start, start + MEAN_BATCH)
+            found[view, rows] = pool_tokens(torch.from_numpy(np.array(tokens[view, rows])).float()).numpy()
+
+    return tokens.shape[:3], fill
+
+
+@dataclass(frozen=True)
+class _FeatureWriter:
+    backbone: Backbone
+    store: NDArray[Any]
+    augmentation: str
+    views: int
+    seed: int
+    normalise: Callable[[Tensor], Tensor]
+    progress: Progress
+
+    def __call__(self, tokens: Tokens) -> None:
+        """Compute the tokens, with one process per core unless the backbone is on another device."""
+        done, total = multiprocessing.Value("q", 0), self.views * len(self.store)
+        if next(self.backbone.parameters()).device.type != "cpu":
+            self._compute_share(tokens, 0, 1, done)
+            return
+        cores = len(os.sched_getaffinity(0))
+        workers = [fork_process(self._compute_in_worker, tokens, k, cores, done) for k in range(cores)]
+        try:
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(0.2)
+                    self.progress(done.value, total, "computing features")
+        finally:
+            for worker in workers:
+                worker.terminate()
+        if done.value != total:
+            raise ConfigError(
+                "A process that computed features died, perhaps because of too little memory. Start the command again."
+            )
+
+    def _compute_in_worker(self, tokens: Tokens, first: int, cores: int, done: Any) -> None:
+        torch.set_num_threads(1)
+        self._compute_share(tokens, first, cores, done)
+
+    def _compute_share(self, tokens: Tokens, first: int, cores: int, done: Any) -> None:
+        device = next(self.backbone.parameters()).device
+        work = [(view, start) for view in range(self.views) for start in range(0, len(self.store), BATCH)]
+        with torch.inference_mode():
+            for view, start in work[first::cores]:
+                rows = slice(start, start + BATCH)
+                images = torch.from_numpy(np.array(self.store[rows])).to(device).float().mul_(1 / 255)
+                if view:
+                    images = augment(images, self.augmentation, torch_generator(self.seed, "view", view, start))
+                tokens[view, rows] = self.backbone(self.normalise(images)).half().cpu().numpy()
+                with done.get_lock():
+                    done.value += len(images)
+
+
+def _code_hash(thing: Any) -> str:
+    """The hash of the source file: changed code may compute other tokens. Code without a file is never cached."""
+    try:
+        return checksum(Path(inspect.getfile(thing)))
+    except (TypeError, OSError):
+        return secrets.token_hex(8)
+
+
+def _digest(backbone: Backbone) -> str:
+    """The hash of all weights without the neck."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in backbone.state_dict().items():
+        if not name.startswith("neck."):
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,368 @@
+"""`RunFolder`: the one reader and writer of a run's folder. All of its file names are here.
+
+experiment.toml          the experiment
+data_fingerprint.json    what data the run began with; a resumed run must have the same
+plugins.json             plug-in files and packages of the run, if it has any
+metrics.jsonl, .csv      one row per round
+log.txt                  the log
+checkpoint/              the last two checkpoints; client_state/ has the state that clients keep between rounds
+records/ROUND.safetensors  tensors that the method records, one file per round
+failed.json              why the run failed, if a comparison ran it
+model.safetensors        the model; only the finished run has this file and those below
+predictions.npz          probabilities for the test and validation data
+client_labels.npz        samples and annotated classes of each client
+summary.json             settings, costs and metrics; a run with this file is finished
+per_class.csv, per_client.csv   metrics of each class and of each client
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fedmll.config.experiment import Experiment
+from fedmll.core import files, registry
+from fedmll.core.errors import ConfigError, DataError
+from fedmll.core.message import Tensors
+from fedmll.data.federation import Federation
+from fedmll.data.fingerprint import Fingerprint, describe_changes
+from fedmll.runs.client_labels import ClientLabels, read_client_labels, write_client_labels
+from fedmll.runs.formatting import to_json, write_csv
+from fedmll.runs.predictions import Predictions, read_predictions, write_predictions
+
+EXPERIMENT_FILE, DATA_FINGERPRINT_FILE, PLUGINS_FILE = "experiment.toml", "data_fingerprint.json", "plugins.json"
+METRICS_FILE, METRICS_CSV_FILE, LOG_FILE, LOCK_FILE = "metrics.jsonl", "metrics.csv", "log.txt", ".lock"
+FAILURE_FILE, SUMMARY_FILE, MODEL_FILE = "failed.json", "summary.json", "model.safetensors"
+PREDICTIONS_FILE, CLIENT_LABELS_FILE = "predictions.npz", "client_labels.npz"
+PER_CLASS_FILE, PER_CLIENT_FILE = "per_class.csv", "per_client.csv"
+CHECKPOINT_FOLDER, CLIENT_STATE_FOLDER, RECORDS_FOLDER = "checkpoint", "client_state", "records"
+
+STOPPED_LINE = re.compile(r" ERROR stopped: (.*)$")  # the last line of the log of a run that ended with an error
+TEXT_COLUMNS = ("class", "client")  # of per_class.csv and per_client.csv; the other columns are numbers
+
+MetricsRow = dict[str, Any]  # the numbers of one round
+Table = list[dict[str, Any]]
+
+
+class RunState(StrEnum):
+    NOT_STARTED = "not started"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    FAILED = "failed"
+    UNREADABLE = "unreadable"  # a file that says what the run is cannot be read
+
+
+class RunFolder:
+    """The files of one run.
+
+    Every method reads or writes one file. Readers raise OSError, ValueError, KeyError, TypeError or DataError if the
+    file is missing or damaged; `run_overview.read_run` turns these into a reason.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    # ---- paths
+
+    @property
+    def model_file(self) -> Path:
+        return self.path / MODEL_FILE
+
+    @property
+    def predictions_file(self) -> Path:
+        return self.path / PREDICTIONS_FILE
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.path / CHECKPOINT_FOLDER
+
+    @property
+    def client_state_folder(self) -> Path:
+        return self.path / CHECKPOINT_FOLDER / CLIENT_STATE_FOLDER
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    @property
+    def is_run(self) -> bool:
+        return self.has(EXPERIMENT_FILE)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.has(SUMMARY_FILE)
+
+    # ---- creation and lock
+
+    def check_vacant(self) -> None:
+        """Raise ConfigError unless the folder is empty or does not exist."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir() or any(
+            path.name != LOCK_FILE and not files.is_leftover(path) for path in self.path.iterdir()
+        ):
+            raise ConfigError(
+                f"{self.path} is not empty; nothing was changed. Choose another --out, or continue the run in it with "
+                f"`fedmll resume {self.path}`."
+            )
+
+    def create(self, experiment: Experiment) -> None:
+        """Create the folder of a new run, which `resume` can start."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.lock():
+            self.check_vacant()
+            self.write_experiment(experiment)
+            plugins = _installed_plugins(experiment)
+            if any(plugins.values()):
+                self._write(PLUGINS_FILE, json.dumps(plugins, indent=1) + "\n")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Let one process at a time write to the folder. Worker processes do not inherit the lock: a worker that
+        survives a killed parent for a moment would still hold it."""
+        try:
+            with files.file_lock(self.path / LOCK_FILE, wait=False, inherited=False):
+                yield
+        except files.FileLocked:
+            raise ConfigError(
+                f"Another process is running the experiment in {self.path}; wait for it or stop it first."
+            ) from None
+
+    @property
+    def is_locked(self) -> bool:
+        return files.is_file_locked(self.path / LOCK_FILE)
+
+    def remove_partial_files(self) -> None:
+        """Remove what a process that was killed while it wrote a file left behind."""
+        for path in filter(files.is_leftover, self.path.rglob("*")):
+            path.unlink()
+
+    # ---- experiment, plug-ins and data
+
+    def read_experiment_values(self) -> dict[str, Any]:
+        """The values of experiment.toml as they are, without validation."""
+        return tomllib.loads((self.path / EXPERIMENT_FILE).read_text())
+
+    def load_experiment(self, overrides: Mapping[str, Any] | None = None) -> Experiment:
+        if not self.is_run:
+            raise ConfigError(
+                f"{self.path} holds no run: it has no {EXPERIMENT_FILE}. Start one with `fedmll run --out {self.path}`."
+            )
+        try:
+            return Experiment.load(self.path / EXPERIMENT_FILE, overrides)
+        except ConfigError as error:
+            saved = self._read_json(PLUGINS_FILE)["packages"] if self.has(PLUGINS_FILE) else {}
+            installed = {entry.dist.name for entry in registry.installed_plugins() if entry.dist}
+            missing = " ".join(f"{name}=={version}" for name, version in saved.items() if name not in installed)
+            if not missing:
+                raise
+            raise ConfigError(
+                f"{error} The run in {self.path} began with packages that are not installed: pip install {missing}."
+            ) from None
+
+    def write_experiment(self, experiment: Experiment) -> None:
+        self._write(EXPERIMENT_FILE, experiment.to_toml())
+
+    def check_plugins(self, experiment: Experiment) -> list[str]:
+        """Compare the plug-ins with those that the run began with. Returns one warning per difference."""
+        if not self.has(PLUGINS_FILE):
+            return []
+        saved, warnings = self._read_json(PLUGINS_FILE), []
+        checksums, versions = _installed_plugins(experiment).values()
+        for file, checksum in saved["files"].items():
+            if checksum not in checksums.values():
+                change = "has changed since the run began" if file in checksums else "is no longer used"
+                warnings.append(f"The plug-in file {file} {change}: the result may differ.")
+        for package, version in saved["packages"].items():
+            if versions.get(package) != version:
+                now = f"now has version {versions[package]}" if package in versions else "is no longer installed"
+                warnings.append(f"The package {package} {now}; the run began with {version}: the result may differ.")
+        return warnings
+
+    def check_data(self, fingerprints: dict[str, Fingerprint]) -> None:
+        """Compare the data with that of the run's start (DataError if it differs); at the start, record it."""
+        if not self.has(DATA_FINGERPRINT_FILE):
+            self._write(DATA_FINGERPRINT_FILE, json.dumps(fingerprints, indent=1) + "\n")
+            return
+        try:
+            differences = describe_changes(self.read_data_fingerprints(), fingerprints)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DataError(
+                f"{self.path / DATA_FINGERPRINT_FILE}, the record of the data that the run began with, cannot be read. "
+                "Restore it from a copy. If you are sure that the data is the same, delete it: it is written again."
+            ) from None
+        if differences:
+            raise DataError(
+                f"The data differs from what the run in {self.path} began with: {'; '.join(differences)}. Nothing was "
+                "changed. Restore the data, or start a new run with another --out."
+            )
+
+    def read_data_fingerprints(self) -> dict[str, Any]:
+        """Fingerprint about each part of the data: training, validation, test."""
+        return dict(self._read_json(DATA_FINGERPRINT_FILE))
+
+    # ---- rounds
+
+    def read_metrics(self) -> list[MetricsRow]:
+        """One row per round. A last line that a kill cut off is left out."""
+        rows: list[MetricsRow] = []
+        if self.has(METRICS_FILE):
+            for line in (self.path / METRICS_FILE).read_text().splitlines():
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    break
+        return rows
+
+    def write_metrics(self, rows: Iterable[MetricsRow]) -> None:
+        self._write(METRICS_FILE, "".join(to_json(row) + "\n" for row in rows))
+
+    def append_metrics(self, row: MetricsRow) -> None:
+        with (self.path / METRICS_FILE).open("a") as file:
+            file.write(to_json(row) + "\n")
+
+    def write_metrics_csv(self, rows: Iterable[MetricsRow]) -> None:
+        """The same rows as a CSV file, with one column for each number that some round has."""
+        rows = list(rows)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        self._write(METRICS_CSV_FILE, text.getvalue())
+
+    @property
+    def rounds_done(self) -> int:
+        return max((int(row["round"]) for row in self.read_metrics()), default=0)
+
+    def write_records(self, round: int, tensors: Tensors) -> None:
+        """Tensors that the parts of the method record in a round."""
+        with files.atomic_replace(self.path / RECORDS_FOLDER / f"{round:06d}.safetensors") as temporary:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+
+    def read_records(self, *names: str, last: bool = False) -> dict[int, Tensors]:
+        """Recorded tensors by round, in order: the rounds that have all of these names; with `last` the last one."""
+        records = dict[int, Tensors]()
+        for path in sorted((self.path / RECORDS_FOLDER).glob("*.safetensors"), reverse=True):
+            with safe_open(path, "pt") as opened:
+                if set(names) <= set(opened.keys()):
+                    records[int(path.stem)] = {name: opened.get_tensor(name) for name in names}
+            if last and records:
+                break
+        return dict(reversed(records.items()))
+
+    @contextmanager
+    def open_log(self) -> Iterator[logging.Logger]:
+        log = logging.getLogger(f"fedmll.run.{self.path.resolve()}")
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        if log.handlers:  # the caller has opened it
+            yield log
+            return
+        handler = _LogHandler(self.path / LOG_FILE)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        try:
+            yield log
+        finally:
+            log.removeHandler(handler)
+            handler.close()
+
+    # ---- the end of a run
+
+    def read_summary(self) -> dict[str, Any]:
+        return dict(self._read_json(SUMMARY_FILE))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        self._write(SUMMARY_FILE, to_json(summary, indent=2) + "\n")
+
+    def remove_summary(self) -> None:
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+
+    def read_failure(self) -> str | None:
+        """Why the run failed; None if it did not."""
+        return str(self._read_json(FAILURE_FILE)["reason"]) if self.has(FAILURE_FILE) else None
+
+    def write_failure(self, error: Exception) -> None:
+        failure = {"error": type(error).__name__, "reason": str(error)}
+        self._write(FAILURE_FILE, json.dumps(failure, indent=2) + "\n")
+
+    def remove_failure(self) -> None:
+        (self.path / FAILURE_FILE).unlink(missing_ok=True)
+
+    def read_stop_reason(self) -> str | None:
+        """Why the run stopped, if its log ends with that."""
+        log = self.path / LOG_FILE
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        match = STOPPED_LINE.search(lines[-1]) if lines else None
+        return None if match is None else match[1]
+
+    @property
+    def state(self) -> RunState:
+        """The state as the files say it, without reading them: never `UNREADABLE`."""
+        if self.is_finished:
+            return RunState.FINISHED
+        if self.is_locked:
+            return RunState.RUNNING
+        if self.has(FAILURE_FILE):
+            return RunState.FAILED
+        return RunState.STOPPED if self.has(LOG_FILE) or self.read_metrics() else RunState.NOT_STARTED
+
+    def read_predictions(self, part: str = "test") -> Predictions:
+        """The stored predictions for the `test`, `validation` or `held_out` data, without calibration."""
+        return read_predictions(self.predictions_file, part)
+
+    def write_predictions(self, data: Federation, scores: Mapping[str, NDArray[np.float32]]) -> None:
+        write_predictions(self.predictions_file, data, scores)
+
+    def read_client_labels(self) -> ClientLabels:
+        return read_client_labels(self.path / CLIENT_LABELS_FILE)
+
+    def write_client_labels(self, data: Federation) -> None:
+        write_client_labels(self.path / CLIENT_LABELS_FILE, data)
+
+    def read_table(self, name: str) -> Table:
+        """The rows of PER_CLASS_FILE or PER_CLIENT_FILE."""
+        with (self.path / name).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        return [{key: text if key in TEXT_COLUMNS else _number(text) for key, text in row.items()} for row in rows]
+
+    def write_table(self, name: str, columns: dict[str, NDArray[Any]]) -> None:
+        write_csv(self.path / name, columns)
+
+    def _write(self, name: str, text: str) -> None:
+        files.write_atomic(self.path / name, text)
+
+    def _read_json(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text())
+
+
+def _installed_plugins(experiment: Experiment) -> dict[str, dict[str, str]]:
+    """Plug-in files with their checksums, and installed packages with plug-ins with their versions."""
+    packages = {entry.dist.name: entry.dist.version for entry in registry.installed_plugins() if entry.dist}
+    return {"files": {file: files.checksum(Path(file)) for file in experiment.plugins}, "packages": packages}
+
+
+def _number(text: str) -> float | int:
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+class _LogHandler(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk must not end the run because of its log."""

@@ -1,0 +1,290 @@
+"""`run(experiment)` and `resume(folder)`: rounds, evaluation, checkpoints and the run's folder."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ConfigError, FedmllError
+from fedmll.core.message import Message, Tensors
+from fedmll.data import federation
+from fedmll.data.federation import Federation
+from fedmll.engines.base import Engine, RoundResult
+from fedmll.engines.local import LocalEngine
+from fedmll.evaluation.evaluate import Evaluation
+from fedmll.evaluation.metric_definitions import LOG, SELECTION, metrics_in
+from fedmll.runs.run_folder import SUMMARY_FILE, MetricsRow, RunFolder
+from fedmll.training.artifacts import write_artifacts
+from fedmll.training.callbacks import INTERRUPTED, Callback, Result, default_callback
+from fedmll.training.checkpoint import (
+    Checkpoint,
+    check_fingerprint,
+    load_checkpoint,
+    referenced_client_states,
+    save_checkpoint,
+)
+
+BEST_PREFIX = "best/"  # of the best round's tensors in a checkpoint
+
+
+def run(
+    experiment: Experiment,
+    out: Path | str | None = None,
+    *,
+    callback: Callback | None = None,
+    prepared: Federation | None = None,
+) -> Result:
+    """Run an experiment from round 1.
+
+    Args:
+        experiment: what to run.
+        out: the run's folder, which `resume` can continue; it must be empty or not exist. A start that fails (data that
+            cannot be read, a model that cannot be built) creates no folder. None: nothing is kept on disk.
+        callback: watches the run; by default a progress bar in a notebook.
+        prepared: the data, if it has been loaded and divided before.
+    """
+    callback = callback or default_callback()
+    if out is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return replace(run(experiment, Path(folder) / "run", callback=callback, prepared=prepared), folder=None)
+    run_folder = RunFolder(out)
+    run_folder.check_vacant()
+    data = _build_federation(experiment, prepared, callback)
+    engine = LocalEngine(data, run_folder.client_state_folder, callback.on_setup_progress)
+    with closing(engine):
+        run_folder.create(data.experiment)
+        return train(data, engine, run_folder, callback)
+
+
+def resume(
+    out: Path | str, *, callback: Callback | None = None, engine: dict[str, Any] | None = None,
+    rounds: int | None = None, data: dict[str, Any] | None = None, prepared: Federation | None = None,
+    plugins: Sequence[Path | str] | None = None,
+) -> Result:  # fmt: skip
+    """Continue the run in a folder from its last valid checkpoint, to the same weights as without the interruption.
+
+    Args:
+        out: the run's folder.
+        callback: watches the run; by default a progress bar in a notebook.
+        engine: changed settings of the section `engine`, e.g. {"workers": 1}.
+        rounds: continue to this round instead; a finished run can be extended.
+        data: where the data is now: {"root": …} or {"name": …}; it must be the same data.
+        prepared: the data, if it has been loaded and divided before.
+        plugins: where all of the run's plug-in files are now.
+    """
+    folder, callback = RunFolder(out), callback or default_callback()
+    overrides: dict[str, Any] = {} if plugins is None else {"plugins": [str(Path(file).absolute()) for file in plugins]}
+    before = folder.load_experiment(overrides)
+    overrides |= {f"data.{key}": value for key, value in (data or {}).items()}
+    overrides |= {} if rounds is None else {"training.rounds": rounds}
+    experiment = folder.load_experiment({f"engine.{k}": v for k, v in (engine or {}).items()} | overrides)
+    if rounds not in (None, experiment.training.rounds):
+        raise ConfigError(
+            f"'{experiment.method.name}' always has {experiment.training.rounds} rounds; --rounds cannot change that."
+        )
+    check_fingerprint(folder.checkpoint_folder, experiment.fingerprint())
+    divided = _build_federation(experiment, prepared, callback)
+    with closing(LocalEngine(divided, folder.client_state_folder, callback.on_setup_progress)) as running:
+        return train(divided, running, folder, callback, before)
+
+
+def _build_federation(experiment: Experiment, prepared: Federation | None, callback: Callback) -> Federation:
+    if prepared is not None:
+        return prepared.with_experiment(experiment)
+    return federation.build(experiment, callback.on_setup_progress)
+
+
+def train(
+    data: Federation, engine: Engine, folder: RunFolder, callback: Callback, before: Experiment | None = None
+) -> Result:
+    """Run the rounds of an experiment that remain, and write the results to the run's folder.
+
+    Args:
+        data: the clients and their data.
+        engine: trains the clients.
+        folder: the run's folder, with the experiment and perhaps checkpoints.
+        callback: watches the run.
+        before: the experiment of a resumed run as it was, if settings may have changed.
+    """
+    with folder.lock(), folder.open_log() as log:
+        folder.remove_partial_files()
+        try:
+            folder.check_data(data.fingerprints)
+            for text in folder.check_plugins(data.experiment):
+                log.warning(text)
+                callback.on_warning(text)
+            if before is not None:
+                _save_changed_experiment(folder, before, data.experiment, callback)
+            result = _TrainingLoop(data, engine, folder, callback, log).train()
+        except (FedmllError, KeyboardInterrupt) as error:
+            log.error("stopped: %s", str(error) or INTERRUPTED)
+            callback.on_run_error(error)
+            raise
+    callback.on_run_end(result)
+    return result
+
+
+def _save_changed_experiment(folder: RunFolder, before: Experiment, experiment: Experiment, callback: Callback) -> None:
+    """Store another number of rounds, or another place of the data, of a run that has begun."""
+    if (before.training.rounds, before.data) == (experiment.training.rounds, experiment.data):
+        return
+    rounds, done = experiment.training.rounds, folder.rounds_done
+    if rounds < done:
+        raise ConfigError(f"The run in {folder} has done {done} rounds already; --rounds {rounds} is less than that.")
+    for key, (value, from_start) in before.depends_on_rounds(rounds).items():
+        callback.on_warning(
+            f"{key} = {value} was set from {before.training.rounds} rounds and stays; a run of {rounds} rounds from "
+            f"the start would have {from_start}, and another result."
+        )
+    if rounds != before.training.rounds:
+        folder.remove_summary()  # first: a kill must not leave a finished run with the wrong number of rounds
+    folder.write_experiment(experiment)
+
+
+class _TrainingLoop:
+    """The rounds of one run."""
+
+    def __init__(
+        self, data: Federation, engine: Engine, folder: RunFolder, callback: Callback, log: logging.Logger
+    ) -> None:
+        self.federation, self.engine, self.folder, self.callback, self.log = data, engine, folder, callback, log
+        self.experiment, self.notes = data.experiment, (*data.notes, *data.experiment.notes)
+        self.rows: list[MetricsRow] = []
+        self.best: dict[str, float] = {}  # round and value of the best validation so far
+        self.best_tensors: Tensors = {}
+        self.evaluations: dict[int, Evaluation] = {}  # of the latest and the best round
+
+    def train(self) -> Result:
+        state, first = self._load_state()
+        self.callback.on_run_start(self.experiment, self.federation, first)
+        self.log.info("%s from round %d of %d", self.experiment.method.name, first, self.experiment.training.rounds)
+        for text in self.notes:
+            self.log.info(text)
+            self.callback.on_note(text)
+        if first == 1 and self.engine.trainer.method.has_exchange("opening"):
+            state = self._run_round(state, 0)  # the opening exchange
+        for number in range(first, self.experiment.training.rounds + 1):
+            state = self._run_round(state, number)
+        return self._finish(state)
+
+    def _load_state(self) -> tuple[Tensors, int]:
+        """The state of the last checkpoint, or the initial one; and the next round."""
+        checkpoint, warnings = load_checkpoint(self.folder.checkpoint_folder, self.experiment.fingerprint())
+        for text in warnings:
+            self.log.warning(text)
+            self.callback.on_warning(text)
+        state, last = self.engine.initial_state(), 0
+        if checkpoint is not None:
+            last, self.best, saved = checkpoint.round, checkpoint.best, checkpoint.state
+            self.best_tensors = {k.removeprefix(BEST_PREFIX): t for k, t in saved.items() if k.startswith(BEST_PREFIX)}
+            state = {k: t for k, t in saved.items() if not k.startswith(BEST_PREFIX)}
+            self.engine.client_states.latest = dict(checkpoint.client_states)
+        self.engine.client_states.keep_only(self._referenced_client_states())
+        self.rows = [row for row in self.folder.read_metrics() if row["round"] <= last and last]
+        self.folder.write_metrics(self.rows)
+        return state, last + 1
+
+    def _run_round(self, state: Tensors, number: int) -> Tensors:
+        start = time.perf_counter()
+        engine, method = self.engine, self.engine.trainer.method
+        result = self._exchange(state, number)
+        state, losses = result.state, result.losses
+        records = result.records | (engine.audit_records() if number else {})
+        row: MetricsRow = {
+            "round": number,
+            "seconds": 0.0,
+            "bytes_up": result.bytes_up,
+            "bytes_down": result.bytes_down,
+            "clients": len(losses),
+        }
+        if method.exchange_in(number) is None:
+            row["loss"] = float(np.average([loss for loss, _ in losses], weights=[n for _, n in losses]))
+        row |= {name: float(value) for name, value in records.items() if not isinstance(value, Tensor)}
+        settings = self.experiment.engine
+        is_last = number == self.experiment.training.rounds
+        # with one model per client (`alone`) only the last round is evaluated
+        if is_last or (number % settings.evaluate_every == 0 and not method.has("local-models")):
+            evaluation = engine.evaluate(method.final_model(state))
+            row |= evaluation.values
+            self._keep_if_best(row, state)
+            best_round = int(self.best.get("round", 0))
+            self.evaluations = {number: evaluation} | {r: e for r, e in self.evaluations.items() if r == best_round}
+        row["seconds"] = round(time.perf_counter() - start, 4)
+        self._record_round(row, {k: v for k, v in records.items() if isinstance(v, Tensor)})
+        if number and (is_last or number % settings.checkpoint_every == 0):
+            self._save_checkpoint(state, number)
+        self.callback.on_round_end(row)
+        return state
+
+    def _exchange(self, state: Tensors, number: int) -> RoundResult:
+        total = len(self.engine.trainer.participants(self.engine.federation_in(number), number))
+        return self.engine.run_round(state, number, lambda done: self.callback.on_client_end(number, done, total))
+
+    def _keep_if_best(self, row: MetricsRow, state: Tensors) -> None:
+        if self.experiment.training.keep != "best":
+            return
+        value = row.get(SELECTION, math.nan)
+        if not self.best or value > self.best["value"]:
+            self.best = {"round": row["round"], "value": value if math.isfinite(value) else -1.0}
+            self.best_tensors = {k: t.clone() for k, t in self.engine.trainer.method.final_model(state).tensors.items()}
+
+    def _record_round(self, row: MetricsRow, records: Tensors) -> None:
+        self.rows.append(row)
+        self.folder.append_metrics(row)
+        if records:
+            self.folder.write_records(row["round"], records)
+        metrics = ", ".join(f"{name} {row[name]:.4g}" for name in (*metrics_in(LOG), "seconds") if name in row)
+        self.log.info("round %d: %s", row["round"], metrics)
+
+    def _save_checkpoint(self, state: Tensors, number: int) -> None:
+        client_states = self.engine.client_states
+        client_states.sync()
+        checkpoint = Checkpoint(
+            round=number,
+            state=state | {BEST_PREFIX + name: t for name, t in self.best_tensors.items()},
+            fingerprint=self.experiment.fingerprint(),
+            best=self.best,
+            client_states=client_states.latest,
+        )
+        save_checkpoint(self.folder.checkpoint_folder, checkpoint)
+        if number == self.experiment.training.rounds:
+            client_states.keep_only(self._referenced_client_states())
+        else:
+            client_states.checkpointed(self._referenced_client_states)
+
+    def _referenced_client_states(self) -> set[tuple[int, int]] | None:
+        return referenced_client_states(self.folder.checkpoint_folder)
+
+    def _finish(self, state: Tensors) -> Result:
+        engine, method, rounds = self.engine, self.engine.trainer.method, self.experiment.training.rounds
+        data = engine.federation_in(rounds + 1)
+        message = Message(self.best_tensors) if self.best_tensors else method.final_model(state)
+        model_round = int(self.best["round"]) if self.best_tensors else rounds
+        if method.has_exchange("closing"):
+            state = self._exchange(state | message.tensors, rounds + 1).state
+            message, self.evaluations = method.final_model(state), {}
+        # a round's evaluation is used again: between machines an evaluation costs an exchange
+        evaluation = self.evaluations.get(model_round) or engine.evaluate(message)
+        result = write_artifacts(
+            self.folder,
+            data=data,
+            trainer=engine.trainer,
+            message=message,
+            evaluation=evaluation,
+            model_round=model_round,
+            rows=self.rows,
+            notes=self.notes,
+        )
+        self.log.info("finished: %s", self.folder.path / SUMMARY_FILE)
+        return result

@@ -1,0 +1,372 @@
+"""Real comparisons, one run after the other and side by side; kills; comparison.json; what show and runs read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import small
+
+from fedmll import compare
+from fedmll.comparison.compare import ComparisonCallback
+from fedmll.comparison.comparison_folder import git_commit
+from fedmll.comparison.plan import Variant
+from fedmll.comparison.results import ComparisonCell
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ConfigError
+from fedmll.core.files import checksum
+from fedmll.core.processes import fork_process
+from fedmll.runs.run_folder import RunFolder
+from fedmll.runs.run_overview import find_runs, read_run
+
+TUNE = {"fedprox:mu": [0.1, 1.0]}
+
+
+def asked(
+    out: Path, methods: tuple[str, ...] = ("fedavg", "fedprox"), seeds: tuple[int, ...] = (0, 1), **rest: Any
+) -> Any:
+    wanted = small(training__rounds=1, engine__workers="auto" if rest.get("jobs") else 0)
+    return compare(wanted, methods, seeds, out, tune=TUNE, against="fedavg", metrics=["macro_auc"], **rest)
+
+
+class Watch(ComparisonCallback):
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.ended: list[str] = []
+        self.rounds = self.gone = self.planned_rounds = 0
+        self.warnings: list[str] = []
+
+    def on_comparison_start(self, rounds: int) -> None:
+        self.planned_rounds = rounds
+
+    def on_cell_start(self, cell: ComparisonCell) -> None:
+        self.began.append(str(cell))
+
+    def on_cell_end(self, cell: ComparisonCell) -> None:
+        self.ended.append(str(cell))
+
+    def on_rounds_skipped(self, rounds: int) -> None:
+        self.gone += rounds
+
+    def on_round_end(self, row: dict[str, Any]) -> None:
+        self.rounds += 1
+
+    def on_warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """fedavg and fedprox, which is tuned, at two seeds."""
+    out = tmp_path_factory.mktemp("done") / "grid"
+    asked(out, command="fedmll compare --seeds 0,1")
+    return out
+
+
+def models(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): checksum(path) for path in sorted(folder.rglob("model.safetensors"))}
+
+
+def without_costs(file: Path) -> list[list[str]]:
+    with file.open() as opened:
+        return [line for line in csv.reader(opened) if line[3] != "s/round"]
+
+
+def test_side_by_side_gives_the_same_bits(done: Path, tmp_path: Path) -> None:
+    watch = Watch()
+    asked(tmp_path / "grid", jobs=2, callback=watch)
+    assert models(tmp_path / "grid") == models(done) and len(models(done)) == 5  # 2, and 2 settings and a second seed
+    assert without_costs(tmp_path / "grid" / "table.csv") == without_costs(done / "table.csv")
+    assert (tmp_path / "grid" / "tests.csv").read_text() == (done / "tests.csv").read_text()
+    assert sorted(watch.began) == sorted(watch.ended) and len(watch.ended) == 5
+    assert watch.rounds + watch.gone == watch.planned_rounds == 5
+    assert Experiment.load(tmp_path / "grid" / "fedavg" / "seed-0" / "experiment.toml").engine.workers == 0
+
+
+def test_a_method_and_a_seed_more_run_alone(done: Path, tmp_path: Path) -> None:
+    shutil.copytree(done, tmp_path / "grid")
+    watch = Watch()
+    found = asked(tmp_path / "grid", ("fedavg", "fedprox", "fedavg-pl"), (0, 1, 2), callback=watch, command="more")
+    assert watch.ended == [
+        "fedavg, seed 2", "fedprox, mu=0.1, seed 2" if found.rows[1].setting == {"method.mu": 0.1} else
+        "fedprox, mu=1.0, seed 2", "fedavg-pl, seed 0", "fedavg-pl, seed 1", "fedavg-pl, seed 2",
+    ]  # fmt: skip
+    commands = json.loads((tmp_path / "grid" / "comparison.json").read_text())["commands"]
+    assert [entry["command"] for entry in commands] == ["fedmll compare --seeds 0,1", "more"]
+    before = models(tmp_path / "grid")
+    again = Watch()
+    asked(tmp_path / "grid", ("fedavg", "fedprox", "fedavg-pl"), (0, 1, 2), callback=again, command="more")
+    assert again.ended == [] and models(tmp_path / "grid") == before
+    assert len(json.loads((tmp_path / "grid" / "comparison.json").read_text())["commands"]) == 2
+
+
+def test_comparison_json_says_what_it_is(done: Path) -> None:
+    record = json.loads((done / "comparison.json").read_text())
+    (command,) = record["commands"]
+    assert command["command"] == "fedmll compare --seeds 0,1"
+    assert {"python", "fedmll", "torch", "numpy", "scipy"} == command["versions"].keys()
+    assert record["seeds"] == [0, 1] and record["tune"] == {"fedprox:mu": [0.1, 1.0]} and record["tune_seed"] == 0
+    assert record["done"] is True and record["against"] == "fedavg" and record["metrics"] == ["macro_auc"]
+    assert [(row["label"], len(row["runs"])) for row in record["rows"]] == [("fedavg", 2), ("fedprox", 3)]
+    assert record["rows"][0]["chosen"] == {} and record["rows"][1]["chosen"].keys() == {"method.mu"}
+    for row in record["rows"]:
+        assert sum(run["in_table"] for run in row["runs"]) == 2
+        for run in row["runs"]:
+            assert run["state"] == "finished" and (done / run["folder"] / "summary.json").is_file()
+    assert record["data"] and all(len(data["digest"]) == 32 and data["samples"]["test"] for data in record["data"])
+    assert len(record["tables"]) == 3 and record["tables"][0]["header"][:2] == ["method", "tuned"]
+    tuning = (done / "tuning.md").read_text()
+    assert "## fedprox" in tuning and "## fedavg" not in tuning and tuning.count("| chosen |") == 1
+
+
+def test_the_commit_is_that_of_the_folder(tmp_path: Path) -> None:
+    assert git_commit(tmp_path) is None
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    (tmp_path / "a.txt").write_text("1")
+    git("add", "a.txt")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD").strip()
+    assert git_commit(tmp_path) == commit == git_commit(tmp_path, "a.txt")
+    (tmp_path / "b.txt").write_text("2")
+    assert git_commit(tmp_path, "b.txt") is None  # not a part of it
+    (tmp_path / "a.txt").write_text("3")
+    assert git_commit(tmp_path) == f"{commit}-dirty"
+
+
+def test_the_table_is_there_while_it_runs(tmp_path: Path) -> None:
+    class Reader(Watch):
+        tables: list[str]
+
+        def on_cell_start(self, cell: ComparisonCell) -> None:
+            super().on_cell_start(cell)
+            file = tmp_path / "grid" / "table.md"
+            self.tables = [*getattr(self, "tables", []), file.read_text() if file.is_file() else ""]
+
+    watch = Reader()
+    compare(small(training__rounds=1), ["fedavg", "fedprox"], [0], tmp_path / "grid", callback=watch)
+    assert watch.tables[0] == "" and "| fedprox | not run |" in watch.tables[1]
+    assert "not all runs are done" in watch.tables[1]
+
+
+def test_a_run_that_diverges_or_dies_beside_another_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedmll.comparison import execution
+
+    trained = execution.ComparisonRunner._train
+
+    def dies(self: Any, cell: ComparisonCell, *rest: Any) -> None:
+        if cell.variant.label == "fedavg-pl":
+            os.kill(os.getpid(), signal.SIGKILL)
+        trained(self, cell, *rest)
+
+    monkeypatch.setattr(execution.ComparisonRunner, "_train", dies)
+    watch = Watch()
+    rows = ["fedavg-pl", "fedprox:training.lr=1e38", "fedavg"]
+    found = compare(small(training__optimizer="sgd"), rows, [0], tmp_path / "grid", jobs=2, callback=watch)
+    assert [cell.variant.label for cell in found.failed] == rows[:2] and len(found.finished) == 1
+    assert "killed by signal 9" in str(found.failed[0].failure)
+    assert [path.parent.parent.name for path in (tmp_path / "grid").rglob("failed.json")] == [
+        "fedprox-training.lr=1e38"
+    ]
+    assert len(watch.warnings) == 2
+    assert watch.rounds + watch.gone == watch.planned_rounds
+    monkeypatch.undo()
+    again = compare(small(training__optimizer="sgd"), rows, [0], tmp_path / "grid", jobs=2)
+    assert [cell.variant.label for cell in again.finished] == ["fedavg-pl", "fedavg"]  # the killed one goes on
+
+
+def test_a_programming_error_in_a_run_stops_all_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedmll.comparison import execution
+
+    def wrong(*_: Any) -> None:
+        raise ZeroDivisionError("a slip of the pen")
+
+    monkeypatch.setattr(execution.ComparisonRunner, "_train", wrong)
+    with pytest.raises(RuntimeError, match="a slip of the pen"):
+        compare(small(), ["fedavg", "fedprox"], [0], tmp_path / "grid", jobs=2)
+
+
+def test_progress_has_a_line_for_every_run() -> None:
+    from fedmll.cli.display import RunProgress
+
+    progress = RunProgress()
+    progress.on_comparison_start(4)
+    cells = [
+        ComparisonCell(variant=Variant(name, {}), seed=0, setting={}, path=Path(name), experiment=small())
+        for name in ("fedavg", "fedprox")
+    ]
+    lines = [progress.callback_for(cell, parallel=True) for cell in cells]
+    for line, first in zip(lines, (1, 2), strict=True):  # the second goes on after its first round
+        line.on_run_start(small(), None, first)  # type: ignore[arg-type]
+    lines[0].on_round_end({"round": 1, "macro_auc": 51.26})
+    lines[1].on_client_end(2, 3, 4)
+    whole, one, other = progress.progress.tasks
+    assert (whole.completed, whole.total) == (1, 3)
+    assert (one.description.strip(), one.completed, one.fields["note"]) == (
+        "fedavg, seed 0",
+        1,
+        "round 1, macro AUC 51.3",
+    )
+    assert (other.completed, other.fields["note"]) == (1, "round 2, client 3/4")
+    progress.on_cell_end(cells[0])
+    assert [task.description.strip() for task in progress.progress.tasks] == ["rounds", "fedprox, seed 0"]
+
+
+def test_no_job_at_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="1 or more"):
+        asked(tmp_path / "grid", jobs=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_side_by_side_it_goes_on_to_the_same(tmp_path: Path, how: signal.Signals) -> None:
+    """Ctrl-C, or kill -9 of the parent alone: nobody is left, and the same again goes on to the same weights."""
+    wanted = small(training__rounds=15)
+
+    def go(out: str, jobs: int) -> None:
+        compare(wanted, ["fedavg", "fedprox"], [0], tmp_path / out, jobs=jobs)
+
+    folders = [tmp_path / "grid" / name / "seed-0" for name in ("fedavg", "fedprox")]
+    process = os.fork()
+    if not process:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            go("grid", 2)
+        except KeyboardInterrupt:
+            os._exit(130)
+        os._exit(0)
+    try:
+        end = time.monotonic() + 200
+        while not all(RunFolder(folder).read_metrics() for folder in folders):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert all(RunFolder(folder).is_locked for folder in folders)
+    finally:
+        os.kill(process, how)
+        _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == (130 if how == signal.SIGINT else -9)
+    end = time.monotonic() + 30
+    while any(RunFolder(folder).is_locked for folder in folders):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert [read_run(folder).state for folder in folders] == ["stopped", "stopped"]
+    go("grid", 2)
+    go("whole", 1)
+    assert models(tmp_path / "grid") == models(tmp_path / "whole") and len(models(tmp_path / "whole")) == 2
+
+
+# ---- show and runs --------------------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): checksum(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_shown_finished_failed_and_stopped(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(done / "fedavg" / "seed-0", out)
+    code, said, _ = fedmll("show", str(out))
+    assert code == 0 and "fedavg on ml-digits, seed 0: finished, round 1 of 1" in said and "macro_auc" in said
+    summary = json.loads((out / "summary.json").read_text())
+    assert f"{summary['metrics']['macro_auc']:.2f}" in said
+    (out / "summary.json").unlink()
+    before = contents(out)
+    code, said, _ = fedmll("show", str(out))
+    assert "stopped, round 1 of 1" in said and "after round 1" in said
+    assert f"fedmll resume {out}" in " ".join(said.split())
+    assert contents(out) == before
+    (out / "failed.json").write_text(json.dumps({"error": "ClientError", "reason": "the loss became nan"}))
+    assert "failed: " in fedmll("show", str(out))[1] and read_run(out).state == "failed"
+
+
+def test_who_runs_is_known_without_taking_the_lock(tmp_path: Path) -> None:
+    def hold(folder: Path, pipe: int) -> None:
+        with RunFolder(folder).lock():
+            os.write(pipe, b"x")
+            time.sleep(60)
+
+    assert not RunFolder(tmp_path).is_locked
+    reading, writing = os.pipe()
+    process = fork_process(hold, tmp_path, writing)
+    try:
+        os.read(reading, 1)
+        assert RunFolder(tmp_path).is_locked
+    finally:
+        process.kill()
+        process.join()
+        os.close(reading)
+        os.close(writing)
+    assert not RunFolder(tmp_path).is_locked
+
+
+def test_a_comparison_is_shown_with_and_without_its_record(
+    done: Path, tmp_path: Path, fedmll: Callable[..., Any]
+) -> None:
+    out = tmp_path / "grid"
+    shutil.copytree(done, out)
+    code, said, _ = fedmll("show", str(out))
+    assert code == 0 and "margin over fedavg" in said and "p (Holm)" in said and "5 of 5 started runs" in said
+    (out / "fedprox" / "method.mu=0.1" / "seed-0" / "summary.json").unlink()
+    said = fedmll("show", str(out))[1]
+    assert "not finished" in said and "stopped" in said and "4 of 5 started runs" in said
+    (out / "comparison.json").write_text("{ not JSON")
+    said = fedmll("show", str(out))[1]
+    assert "comparison.json cannot be read" in said and "fedprox/method.mu=1.0" in said
+    (out / "comparison.json").unlink()  # as older versions left it
+    said = fedmll("show", str(out))[1]
+    assert "cannot be read" not in said and "2 of 2" in said and "±" in said
+
+
+def test_runs_lists_all_and_names_what_cannot_be_read(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
+    shutil.copytree(done / "fedavg", tmp_path / "runs" / "good")
+    broken = {"toml": "seed = [", "values": 'seed = 0\n[data]\nname = "x"\n', "folder": "\x00"}
+    for name, text in broken.items():
+        (tmp_path / "runs" / name).mkdir()
+        (tmp_path / "runs" / name / "experiment.toml").write_text(text)
+    foreign = tmp_path / "runs" / "thesis"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work")
+    cut = tmp_path / "runs" / "cut"
+    shutil.copytree(done / "fedavg" / "seed-0", cut)
+    (cut / "summary.json").write_text('{"metrics": {')
+    before = contents(tmp_path)
+    code, said, _ = fedmll("runs", str(tmp_path / "runs"))
+    assert code == 0 and said.count("finished") == 2 and "good/seed-1" in said and "1 of 1" in said
+    states = {run.folder.path.name: run.state for run in find_runs(tmp_path / "runs")}
+    assert states == {"seed-0": "finished", "seed-1": "finished", **dict.fromkeys([*broken, "cut"], "unreadable")}
+    for name in ("toml", "values", "cut"):
+        assert f"unreadable: {tmp_path / 'runs' / name}: " in said
+    assert contents(tmp_path) == before
+    assert fedmll("show", str(cut))[0] == 0
+    code, _, error = fedmll("show", str(foreign))
+    assert code == 2 and "holds no run and no comparison" in error
+    assert fedmll("show", str(tmp_path / "none"))[0] == fedmll("runs", str(tmp_path / "none"))[0] == 2
+    assert "no runs below" in fedmll("runs", str(foreign))[1]
+
+
+def test_a_run_of_a_plug_in_that_is_not_here_is_listed(done: Path, tmp_path: Path) -> None:
+    shutil.copytree(done / "fedavg" / "seed-0", tmp_path / "run")
+    file = tmp_path / "run" / "experiment.toml"
+    file.write_text(file.read_text().replace('name = "fedavg"', 'name = "of-somebody"'))
+    (found,) = find_runs(tmp_path)
+    assert (found.method, found.state, found.rounds_done, found.rounds) == ("of-somebody", "finished", 1, 1)
+    assert found.main_metric.startswith("macro_auc ") and found.last_written[:2] == "20"
+    with pytest.raises(ConfigError, match="There is no folder"):
+        list(find_runs(tmp_path / "nothing"))

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from all_methods import names
+
+from fedmll.config.experiment import Experiment
+from fedmll.config.toml_values import merge_overrides
+from fedmll.core import registry
+from fedmll.core.errors import ConfigError
+
+
+def test_toml_out_and_in_is_the_same_experiment(tmp_path: Path) -> None:
+    experiment = Experiment.make({"seed": 3, "method": {"name": "fedprox", "mu": 0.5}, "training": {"lr": 0.01}})
+    path = tmp_path / "experiment.toml"
+    path.write_text(experiment.to_toml())
+    again = Experiment.load(path)
+    assert again == experiment
+    assert again.fingerprint() == experiment.fingerprint()
+    assert "mu = 0.5" in path.read_text()
+    assert 'backbone = "convnet"' in path.read_text()  # defaults are written out
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"trainning": {}}, "no key 'trainning'; did you mean 'training'"),
+        ({"training": {"learning_rate": 1}}, "no key 'training.learning_rate'"),
+        ({"training": {"batchsize": 8}}, "no key 'training.batchsize'; did you mean 'batch_size'"),
+        ({"method": {"name": "fedporx"}}, "no method 'fedporx'; did you mean 'fedprox'"),
+        ({"method": {"name": "fedprox", "nu": 1}}, "no key 'method.nu'; did you mean 'mu'"),
+        ({"method": {"name": "fedprox", "mu": -1}}, "method.mu: .*greater than or equal to 0"),
+        ({"training": {"lr": 0}}, "training.lr: .*greater than 0"),
+        ({"training": {"lr": float("nan")}}, "training.lr"),
+        ({"training": {"rounds": 0}}, "training.rounds"),
+        ({"partition": {"kind": "dirichlett"}}, "partition.kind"),
+        ({"partition": {"presence": 1.5}}, "partition.presence"),
+        ({"partition": {"presence": 0.0}}, "partition.presence"),
+        ({"partition": {"clients": 0}}, "partition.clients"),
+        ({"partition": {"minimum": 0}}, "partition.minimum"),
+        ({"partition": {"unassignable": "dorp"}}, "partition.unassignable: .*'drop'"),
+        ({"participation": {"fraction": 0.0}}, "participation.fraction"),
+        ({"participation": {"fraction": 1.01}}, "participation.fraction"),
+        ({"participation": {"sampling": "sizes"}}, "participation.sampling: .*'size'"),
+        ({"data": {"layout": "quadrant"}}, "data.layout: .*'quadrants'"),
+        ({"data": {"singles": -1}}, "data.singles"),
+        ({"data": {"pairs": "all"}}, "data.pairs"),
+        ({"participation": {"count": 11}}, "participation.count = 11 is more than partition.clients = 10"),
+        ({"model": {"backbone": "mlp"}}, "mlp is for feature vectors"),
+        ({"data": {"name": "features:x.npz"}, "model": {"backbone": "resnet18"}}, "does not fit data.name"),
+    ],
+)
+def test_what_is_unknown_or_impossible_is_refused_by_name(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Experiment.make(values)
+
+
+AVERAGE = {"average": "mean", "trim": 0.2}
+START = {"start": "seed", "ridge": "gcv", "ridge_balanced": False}
+
+
+def test_changed_starts_another_method_from_its_own_options() -> None:
+    prox = Experiment.make({"method": {"name": "fedprox", "mu": 0.5, "weighting": "equal"}})
+    assert prox.changed({"seed": 4}).method.options == {"mu": 0.5, "weighting": "equal"} | AVERAGE | START
+    assert prox.changed({"method.name": "fedavg"}).method.options == {"weighting": "size"} | AVERAGE | START
+    assert prox.changed({"method.name": "centralized"}).training.keep == "best"
+    assert prox.changed({"method.name": "centralized"}).changed({"method.name": "fedavg"}).training.keep == "last"
+
+
+def test_fingerprint_is_what_the_result_depends_on() -> None:
+    base = Experiment()
+    assert base.changed({"engine.workers": 7, "data.root": "/elsewhere"}).fingerprint() == base.fingerprint()
+    for key, value in (("seed", 1), ("training.lr", 0.5), ("method.weighting", "equal"), ("partition.beta", 9.0)):
+        assert base.changed({key: value}).fingerprint() != base.fingerprint()
+
+
+def test_merged_refuses_a_value_as_a_section() -> None:
+    with pytest.raises(ConfigError, match="'seed' is a value"):
+        merge_overrides({"seed": 1}, {"seed.x": 2})
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no experiment file"):
+        Experiment.load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("seed = [")
+    with pytest.raises(ConfigError, match="not a TOML file"):
+        Experiment.load(tmp_path / "bad.toml")
+
+
+def test_every_published_setting_is_a_valid_one() -> None:
+    for name in names():
+        method = registry.find("method", name)
+        changed = Experiment().changed({"data.name": "digits", "method.name": name} | method.published)
+        assert changed.method.name == name
+        assert method.summary

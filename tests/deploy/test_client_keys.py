@@ -1,0 +1,175 @@
+"""Keys over their lives: passphrases, a CA elsewhere, replaced, revoked, out of date."""
+
+from __future__ import annotations
+
+import datetime
+import ssl
+import stat
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
+
+from cryptography import x509
+from typer.testing import CliRunner
+
+from fedmll.cli.main import app
+from fedmll.core.errors import ConfigError
+from fedmll.deploy.security import certificates, client_keys, private_keys
+
+SECRET = "correct horse"
+
+
+def test_a_key_with_a_passphrase_is_of_no_use_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, _ = client_keys.create_client_key(tmp_path, "site-a", SECRET)
+    assert file.stat().st_mode & 0o777 == 0o600
+    content = file.read_bytes()
+    for wrong in (None, "wrong horse"):
+        with pytest.raises(ValueError):
+            private_keys.load_private_key(content, wrong)
+    public = private_keys.load_private_key(content, SECRET).public_key()
+    assert client_keys._public_pem(public).decode() == client_keys.load_public_keys(tmp_path, ["site-a"])["site-a"]
+    with pytest.raises(ConfigError, match="there is no terminal"):
+        private_keys.read_passphrase(file)
+    monkeypatch.setenv(private_keys.PASSPHRASE, SECRET)
+    assert private_keys.read_passphrase(file) == SECRET
+    monkeypatch.setenv(private_keys.PASSPHRASE, "wrong")
+    with pytest.raises(ConfigError, match="is wrong"):
+        private_keys.read_passphrase(file)
+    (tmp_path / "word").write_text(f"{SECRET}\nmore\n")
+    assert private_keys.read_passphrase(file, tmp_path / "word") == SECRET  # said is said: before the environment
+    with pytest.raises(ConfigError, match="contains no passphrase"):
+        private_keys.read_passphrase(file, tmp_path / "nothing")
+    plain, _ = client_keys.create_client_key(tmp_path, "site-b")
+    assert private_keys.read_passphrase(plain) is None
+    assert private_keys.load_private_key(plain.read_bytes(), SECRET)  # one too many does no harm
+
+
+def test_a_new_passphrase_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(private_keys.PASSPHRASE, "short")
+    assert private_keys.ask_passphrase("?") == "short"
+    with pytest.raises(ConfigError, match="at least 8 characters"):
+        private_keys.ask_passphrase("?", new=True)
+
+
+def test_the_ca_may_be_elsewhere(tmp_path: Path) -> None:
+    server, ca = tmp_path / "server", tmp_path / "ca"
+    certificates.create_ca(ca, SECRET)
+    certificates.create_signing_request(server, ["fed.example.org", "10.0.0.7"], "server secret")
+    with pytest.raises(ValueError):
+        certificates.sign_request(ca, server / "server.csr")
+    out = certificates.sign_request(ca, server / "server.csr", SECRET)
+    (server / "ca.crt").write_bytes((ca / "ca.crt").read_bytes())
+    assert out == server / "server.crt"
+    assert not (server / "ca.key").exists()
+    assert certificates.read_hosts(out) == ["fed.example.org", "10.0.0.7", "localhost", "127.0.0.1", "::1"]
+    certificate, key, authority = certificates.find_tls_files(server)
+    context = ssl.create_default_context(cafile=str(authority))
+    context.load_cert_chain(certificate, key, "server secret")  # they belong together
+    with pytest.raises(ConfigError, match="If the CA is on another machine"):
+        certificates.sign_request(server, server / "server.csr")
+    (server / "server.csr").write_text("garbage")
+    with pytest.raises(ConfigError, match="is not a request"):
+        certificates.sign_request(ca, server / "server.csr", SECRET)
+
+
+def test_certificates_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, "SERVER_DAYS", 20)
+    certificates.create_server_certificate(tmp_path, [])
+    assert certificates.expiry_warnings(tmp_path) == ["server.crt expires in 19 days; renew it with `fedmll keys init`"]
+    certificates.find_tls_files(tmp_path)
+    monkeypatch.setattr(certificates, "SERVER_DAYS", 0)
+    certificates.create_server_certificate(tmp_path, [])
+    with pytest.raises(ConfigError, match=r"server.crt in .* has expired"):
+        certificates.find_tls_files(tmp_path)
+    (tmp_path / "server.crt").write_text("garbage")
+    with pytest.raises(ConfigError, match="is not a certificate"):
+        certificates.find_tls_files(tmp_path)
+
+
+def test_a_revoked_key_does_not_come_back_and_a_new_one_does(tmp_path: Path) -> None:
+    at_server, at_site = tmp_path / "server", tmp_path / "site"
+    _, public = client_keys.create_client_key(at_site, "site-a")
+    at_server.mkdir()
+    (at_server / "site-a.pub").write_bytes(public.read_bytes())
+    before = client_keys.load_public_keys(at_server, ["site-a"])["site-a"]
+    mark = client_keys.revoke_client_key(at_server, "site-a")
+    assert client_keys.revoke_client_key(at_server, "site-a") == mark  # once is enough
+    assert list(client_keys.read_revoked_keys(at_server / client_keys.REVOKED_FILE)) == [mark]
+    with pytest.raises(ConfigError, match=r"The key of site-a was revoked on 20.*keys rotate site-a"):
+        client_keys.load_public_keys(at_server, ["site-a"])
+    old = (at_site / "site-a.key").read_bytes()
+    private_file, public = client_keys.rotate_client_key(at_site, "site-a")
+    assert (at_site / "site-a.key.old").read_bytes() == old != private_file.read_bytes()
+    assert (at_site / "site-a.key.old").stat().st_mode & 0o777 == 0o600
+    (at_server / "site-a.pub").write_bytes(public.read_bytes())
+    assert client_keys.load_public_keys(at_server, ["site-a"])["site-a"] != before
+    with pytest.raises(ConfigError, match="cannot be replaced"):
+        client_keys.rotate_client_key(at_site, "site-b")
+
+
+def test_the_commands_say_what_to_send_to_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*words: str | Path) -> str:
+        done = CliRunner().invoke(app, ["keys", *map(str, words)], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return " ".join(done.output.split())
+
+    monkeypatch.setenv(private_keys.PASSPHRASE, SECRET)
+    ca, server, site = tmp_path / "ca", tmp_path / "server", tmp_path / "site"
+    assert "send to the server and every client" in call("ca", "--dir", ca, "--passphrase")
+    assert "take to the CA" in call("request", "--dir", server, "--host", "fed.example.org")
+    assert "valid for: fed.example.org, localhost" in call("sign", server / "server.csr", "--dir", ca)
+    assert "send to the server's operator" in call("new", "site-a", "--dir", site, "--passphrase")
+    assert b"ENCRYPTED" in (site / "site-a.key").read_bytes()
+    assert "next start or resume" in call("rotate", "site-a", "--dir", site)
+    assert b"ENCRYPTED" not in (site / "site-a.key").read_bytes()  # not asked for
+    (server / "site-a.pub").write_bytes((site / "site-a.pub").read_bytes())
+    assert "revoked: the key of site-a" in call("revoke", "site-a", "--dir", server)
+    shown = call("list", "--dir", server)
+    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    mark = client_keys.fingerprint(client_keys._read_public_keys(server, ["site-a"])["site-a"].encode())
+    assert f"site-a.pub │ {today} │ revoked {today} │ {mark}" in shown
+    assert f"server.crt │ {today}" in shown or "server.crt" in shown
+    both = call("init", "--dir", tmp_path / "both", "--host", "fed.example.org", "--passphrase")
+    assert "valid for: fed.example.org" in both
+    assert b"ENCRYPTED" in (tmp_path / "both" / "ca.key").read_bytes()
+    call("init", "--dir", tmp_path / "both")  # a new certificate by the same CA, whose passphrase is found
+
+
+def test_keys_are_private_and_the_certificate_names_the_hosts(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    certificates.create_server_certificate(folder, ["fed.example.org", "10.0.0.7"])
+    private, public = client_keys.create_client_key(folder, "hospital-a")
+    for path in (folder / "ca.key", folder / "server.key", private):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    certificate = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fed.example.org", "localhost"]
+    assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7", "127.0.0.1", "::1"]
+    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    certificate.verify_directly_issued_by(authority)
+    before = (folder / "ca.crt").read_bytes(), (folder / "server.crt").read_bytes()
+    certificates.create_server_certificate(
+        folder, ["other.example.org"]
+    )  # another host: a new certificate of the same CA
+    assert (folder / "ca.crt").read_bytes() == before[0]
+    assert (folder / "server.crt").read_bytes() != before[1]
+    with pytest.raises(ConfigError, match="already exists; nothing was changed"):
+        client_keys.create_client_key(folder, "hospital-a")
+    assert public.read_text().endswith(client_keys.load_public_keys(folder, ["hospital-a"])["hospital-a"])
+
+
+def test_every_name_needs_a_key_of_its_own(tmp_path: Path) -> None:
+    client_keys.create_client_key(tmp_path, "a")
+    with pytest.raises(ConfigError, match=r"does not contain the public key of b: put b\.pub there"):
+        client_keys.load_public_keys(tmp_path, ["a", "b"])
+    (tmp_path / "b.pub").write_bytes((tmp_path / "a.pub").read_bytes())
+    with pytest.raises(ConfigError, match="a and b have the same public key"):
+        client_keys.load_public_keys(tmp_path, ["a", "b"])
+    (tmp_path / "b.pub").write_text("no key")
+    with pytest.raises(ConfigError, match=r"b\.pub is not a public key"):
+        client_keys.load_public_keys(tmp_path, ["a", "b"])
+    with pytest.raises(ConfigError, match="cannot be a client's name"):
+        client_keys.create_client_key(tmp_path, "../etc")

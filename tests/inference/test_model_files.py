@@ -1,0 +1,287 @@
+"""A model file is data, also one that was made to attack: the commands that take one import nothing and open nothing
+that it names, and they say in one sentence why they refuse it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import small
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from fedmll import load_model, load_run, run
+from fedmll.cli.main import app
+from fedmll.core.errors import ConfigError, DataError, FedmllError
+from fedmll.inference.model_file import METADATA_KEY
+from fedmll.inference.model_metadata import PluginWarning
+from fedmll.runs.run_folder import MODEL_FILE
+
+CODE = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\n"
+PLUGIN = """
+from fedmll import Method
+
+class Own(Method):
+    name = "own-method"
+"""
+COMMANDS = ("predict", "validate", "export", "copy")
+Change = Callable[[dict[str, Any], Path], None]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run(small(training__rounds=1), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    lines = [",".join(("image", *names))]
+    for place in range(4):
+        Image.fromarray(generator.integers(0, 256, (16, 16), dtype=np.uint8)).save(folder / f"{place}.png")
+        lines.append(",".join((f"{place}.png", *(str(int(label)) for label in generator.integers(0, 2, 10)))))
+    (folder / "labels.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def trap(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which nothing may be opened; it is also the working folder."""
+    folder = tmp_path / "trap"
+    folder.mkdir()
+    (folder / "evil.py").write_text(CODE)
+    (folder / "experiment.toml").write_text((trained / "experiment.toml").read_text())
+    (folder / MODEL_FILE).write_bytes((trained / MODEL_FILE).read_bytes())
+    torch.save({"x": torch.zeros(1)}, folder / "weights.pth")
+    np.savez(folder / "labels.npz", labels=np.eye(10))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+class Watch:
+    """Every file under a folder that this process opens. A hook of the interpreter cannot be removed: there is one."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.opened: list[str] = []
+        sys.addaudithook(self.see)
+
+    def see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.folder is not None and event in ("open", "os.listdir", "os.scandir"):
+            path = arguments[0]
+            if isinstance(path, str | bytes | os.PathLike):
+                found = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 (Path would be slow for every file)
+                if found != str(self.folder) and found.startswith(str(self.folder)):
+                    self.opened.append(found)
+
+
+WATCH: list[Watch] = []
+
+
+@pytest.fixture
+def watch(trap: Path) -> Iterator[Watch]:
+    if not WATCH:
+        WATCH.append(Watch())
+    WATCH[0].folder, WATCH[0].opened = trap, []
+    yield WATCH[0]
+    WATCH[0].folder = None
+
+
+def crafted(source: Path, file: Path, change: Change, trap: Path) -> Path:
+    """The same tensors, and a description that somebody changed."""
+    with safe_open(source / MODEL_FILE, "pt") as opened:
+        described = json.loads(opened.metadata()[METADATA_KEY])
+    change(described, trap)
+    save_file(load_file(source / MODEL_FILE), file, {METADATA_KEY: json.dumps(described)})
+    return file
+
+
+def arguments(command: str, model: Path, images: Path, out: Path) -> list[str]:
+    if command == "validate":
+        return ["validate", str(model), "--csv", str(images / "labels.csv"), "--images", str(images)]
+    if command == "predict":
+        return ["predict", str(model), str(images / "0.png")]
+    kind = "torchscript" if command == "export" else "safetensors"
+    return ["export", str(model), "--to", kind, "--out", str(out)]
+
+
+def setting(section: str, **values: Any) -> Change:
+    def change(described: dict[str, Any], trap: Path) -> None:
+        for key, value in values.items():
+            described["experiment"][section][key] = value.replace("TRAP", str(trap))
+
+    return change
+
+
+def plugins(file: str) -> Change:
+    return lambda described, trap: described["experiment"].update(plugins=[file.replace("TRAP", str(trap))])
+
+
+def weights_file(described: dict[str, Any], trap: Path) -> None:
+    described["experiment"]["model"].update(backbone="resnet18", weights=str(trap / "weights.pth"))
+
+
+ATTACKS: dict[str, tuple[Change, str]] = {
+    "absolute plug-in": (plugins("TRAP/evil.py"), "experiment.plugins"),
+    "relative plug-in": (plugins("evil.py"), "experiment.plugins"),
+    "run": (setting("model", weights="run:TRAP"), "experiment.model.weights"),
+    "relative run": (setting("model", weights="run:."), "experiment.model.weights"),
+    "weights": (weights_file, "experiment.model.weights"),
+    "root": (setting("data", root="TRAP"), "experiment.data.root"),
+    "engine": (lambda described, _: described["experiment"].update(engine={"workers": 4}), "experiment.engine"),
+    "section": (lambda described, _: described["experiment"].update(hooks={"x": "evil"}), "experiment.hooks"),
+    "key": (setting("training", hook="evil"), "experiment.training.hook"),
+    "top": (lambda described, _: described.update(imports=["evil"]), "imports"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_a_model_file_never_has_is_refused(
+    attack: str, command: str, trained: Path, images: Path, trap: Path, watch: Watch, tmp_path: Path
+) -> None:
+    change, key = ATTACKS[attack]
+    file = crafted(trained, tmp_path / "sent.safetensors", change, trap)
+    watch.opened.clear()
+    found = CliRunner().invoke(app, arguments(command, file, images, tmp_path / "out"))
+    assert watch.opened == []
+    assert not (trap / "executed").exists()
+    assert isinstance(found.exception, ConfigError), found.output
+    said = str(found.exception)
+    assert f"'{key}'" in said and ". " not in said and said.endswith(".")  # one sentence
+    assert not (tmp_path / "out").exists()
+
+
+ONLY_NAMES: dict[str, Change] = {
+    "plug-in": lambda described, trap: described.update(plugins=[str(trap / "evil.py")]),
+    "weights": lambda described, trap: described.update(initial_weights=f"run:{trap}"),
+    "data": setting("data", name="folder:TRAP/labels.csv"),
+    "partition": setting("partition", kind="file", file="TRAP/experiment.toml"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", ONLY_NAMES)
+def test_what_it_names_is_not_opened(
+    name: str, command: str, trained: Path, images: Path, trap: Path, watch: Watch, tmp_path: Path
+) -> None:
+    """These keys are known. They say where the model comes from, and predicting does not need them."""
+    file = crafted(trained, tmp_path / "sent.safetensors", ONLY_NAMES[name], trap)
+    watch.opened.clear()
+    found = CliRunner().invoke(app, arguments(command, file, images, tmp_path / "out"))
+    assert found.exit_code == 0, found.exception
+    assert watch.opened == []
+    assert not (trap / "executed").exists()
+
+
+def test_label_embeddings_are_in_the_file(trap: Path, watch: Watch, tmp_path: Path) -> None:
+    options = {"method__name": "fedlgt", "method__layers": 1, "method__encoder": "learned", "training__rounds": 1}
+    run(small(**options), tmp_path / "run")
+    change = setting("method", encoder="file:TRAP/labels.npz", fine_names="TRAP/experiment.toml")
+    file = crafted(tmp_path / "run", tmp_path / "sent.safetensors", change, trap)
+    watch.opened.clear()
+    model = load_model(file)
+    try:
+        model.predict(np.zeros((1, 1, 16, 16), np.uint8))
+    except FedmllError as error:
+        assert "does not hold the model that it describes" in str(error)  # its label embeddings were trained
+    assert watch.opened == []
+
+
+def test_a_run_folder_does_not_trust_its_model_file(trained: Path, trap: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("experiment.toml", "summary.json"):
+        (folder / name).write_bytes((trained / name).read_bytes())
+    crafted(trained, folder / MODEL_FILE, plugins("TRAP/evil.py"), trap)
+    with pytest.raises(ConfigError, match=r"unknown key 'experiment.plugins'"):
+        _ = load_run(folder).model
+    assert not (trap / "executed").exists()
+
+
+def test_the_program_itself(trained: Path, images: Path, trap: Path, tmp_path: Path) -> None:
+    """As a user starts it, in a folder where the named plug-in lies."""
+    file = crafted(trained, tmp_path / "sent.safetensors", plugins("evil.py"), trap)
+    command = [sys.executable, "-m", "fedmll", *arguments("predict", file, images, tmp_path)]
+    done = subprocess.run(command, cwd=trap, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "is refused because its metadata has the unknown key 'experiment.plugins'" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not (trap / "executed").exists()
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "'classes'": {"classes": "zero"},
+    "'sample_shape.0'": {"sample_shape": [-1, 16, 16]},
+    "'frozen'": {"frozen": {"a": 1}},
+    "'plugins.0'": {"plugins": [["evil.py"]]},
+    "'experiment'": {"experiment": None},
+    "3 values of 'thresholds'": {"thresholds": [0.5, 0.5, 0.5]},
+}
+
+
+@pytest.mark.parametrize("where", WRONG)
+def test_wrong_values_are_refused_in_one_sentence(where: str, trained: Path, tmp_path: Path) -> None:
+    file = crafted(
+        trained, tmp_path / "sent.safetensors", lambda described, _: described.update(WRONG[where]), tmp_path
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_model(file)
+    said = str(caught.value)
+    assert where in said and ". " not in said and said.endswith(".")
+
+
+def test_what_is_nested_too_deep_is_no_model(trained: Path, tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    save_file(load_file(trained / MODEL_FILE), tmp_path / "deep.safetensors", {METADATA_KEY: deep})
+    with pytest.raises(DataError, match="not a complete model file"):
+        load_model(tmp_path / "deep.safetensors")
+
+
+@pytest.fixture(scope="module")
+def with_plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FOLDER/own.py and FOLDER/model.safetensors; the method is not known in the process of a test that starts one."""
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "own.py").write_text(PLUGIN)
+    run(small(plugins=[str(folder / "own.py")], method__name="own-method", training__rounds=1), folder / "run")
+    (folder / MODEL_FILE).write_bytes((folder / "run" / MODEL_FILE).read_bytes())
+    return folder
+
+
+def predict(folder: Path, images: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedmll", "predict", str(folder / MODEL_FILE), str(images / "0.png"), *more]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
+
+
+def test_a_plugin_is_named_and_used_when_the_user_passes_it(with_plugin: Path, images: Path) -> None:
+    without = predict(with_plugin, images)
+    assert without.returncode == 2
+    said = " ".join(without.stderr.split())
+    assert "It was made with the plug-in own.py: pass it with --plugin." in said
+    given = predict(with_plugin, images, "--plugin", "own.py")
+    assert given.returncode == 0, given.stderr
+    assert "0.png" in given.stdout and "warning" not in given.stderr
+
+
+def test_another_plugin_file_works_and_is_said(with_plugin: Path, images: Path, tmp_path: Path) -> None:
+    (tmp_path / "changed.py").write_text(PLUGIN + "\n# a later version\n")
+    given = predict(with_plugin, images, "--plugin", str(tmp_path / "changed.py"))
+    assert given.returncode == 0, given.stderr
+    said = " ".join(given.stderr.split())
+    assert "warning:" in said and "was trained with the plug-in own.py" in said and "UserWarning" not in said
+    with pytest.warns(PluginWarning, match="no file passed with --plugin has this checksum"):
+        model = load_model(with_plugin / MODEL_FILE, plugins=[tmp_path / "changed.py"])
+    assert model.predict(np.zeros((1, 1, 16, 16), np.uint8)).shape == (1, 10)

@@ -1,0 +1,144 @@
+"""Thresholds and calibration chosen after training, and every use of the model that must follow them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import small
+from scipy.special import expit, logit
+from typer.testing import CliRunner
+
+from fedmll import load_model, load_run, run
+from fedmll.cli.main import app
+from fedmll.core.errors import ConfigError
+from fedmll.evaluation.metrics import evaluate
+from fedmll.inference.tune_thresholds import tune
+from fedmll.runs.run_folder import MODEL_FILE
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tuned") / "run"
+    run(small(training__rounds=12, training__lr=1e-2, data__singles=40, data__pairs=6), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def known_share(folder: Path, thresholds: np.ndarray, hit: bool) -> np.ndarray:
+    """Recall of each class on the validation data, or with `hit` false precision, by a plain loop."""
+    kept = load_run(folder).predictions("validation")
+    shares = []
+    for column in range(len(kept.classes)):
+        present, said = kept.targets[:, column] == 1, kept.probabilities[:, column] > thresholds[column]
+        both = (present & said & (kept.targets[:, column] >= 0)).sum()
+        shares.append(both / present.sum() if hit and present.any() else np.nan if hit else both / max(1, said.sum()))
+    return np.array(shares)
+
+
+def log_loss(folder: Path) -> float:
+    """Of the validation data: the least of it is what is fitted. (The calibration error of 15 samples is chance.)"""
+    kept = load_run(folder).predictions("validation")
+    p = np.where(kept.targets == 1, kept.probabilities, 1 - kept.probabilities.astype(np.float64))
+    return float(-np.log(p[kept.targets >= 0]).mean())
+
+
+def test_a_wanted_recall_is_reached_and_stored(folder: Path) -> None:
+    before = load_model(folder / MODEL_FILE)
+    found = tune(load_run(folder), "recall=0.9")
+    model = load_model(folder / MODEL_FILE)
+    np.testing.assert_array_equal(model.tuned_thresholds, found.thresholds)
+    assert model.description["thresholds_for"] == "recall=0.9"
+    assert before.description["thresholds_for"] == "f1"
+    recall = known_share(folder, found.thresholds, hit=True)
+    np.testing.assert_allclose(found.confusion.recall, recall)
+    assert (recall[np.isfinite(recall)] >= 0.9).all()
+    assert (found.thresholds > 0).any()
+    for name, tensor in before.weights.items():
+        assert model.weights[name].equal(tensor), name
+
+
+def test_a_wanted_precision(folder: Path) -> None:
+    found = tune(load_run(folder), "precision=0.7")
+    reachable = (found.thresholds < 1) & (found.confusion.positives > 0)
+    assert reachable.any()
+    assert (known_share(folder, found.thresholds, hit=False)[reachable] >= 0.7).all()
+
+
+def test_the_f1_that_it_says_is_that_of_the_samples(folder: Path) -> None:
+    kept = load_run(folder).predictions("validation")
+    found = tune(load_run(folder))
+    own = evaluate(kept.probabilities, kept.targets, kept.classes, found.thresholds).values["macro_f1_tuned"]
+    assert own == pytest.approx(100 * np.nanmean(found.confusion.f1))
+    assert own > evaluate(kept.probabilities, kept.targets, kept.classes).values["macro_f1"]
+
+
+def test_calibrated_probabilities_are_what_everything_gives(folder: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from fedmll.inference.export import export
+
+    images = np.random.default_rng(0).integers(
+        0, 256, (5, *load_model(folder / MODEL_FILE).sample_shape), dtype=np.uint8
+    )
+    plain, kept = load_model(folder / MODEL_FILE).predict(images), load_run(folder).predictions()
+    before = log_loss(folder)
+    found = tune(load_run(folder), "recall=0.8", "platt")
+    model = load_model(folder / MODEL_FILE)
+    by = model.calibration
+    assert by is not None
+    assert not np.allclose(by, [1, 0])
+    expected = expit(by[:, 0] * logit(plain.astype(np.float64)) + by[:, 1])
+    np.testing.assert_allclose(model.predict(images), expected, atol=1e-6)
+    again = expit(by[:, 0] * logit(kept.probabilities.astype(np.float64)) + by[:, 1])
+    np.testing.assert_allclose(load_run(folder).predictions().probabilities, again, atol=1e-6)
+    file, card = export(load_run(folder), "onnx", folder / "export")
+    session = onnxruntime.InferenceSession(str(file))
+    np.testing.assert_allclose(session.run(None, {"images": images})[0], expected, atol=1e-4)
+    assert "recall=0.8" in card.read_text()
+    assert "calibrated" in card.read_text()
+    np.testing.assert_allclose(known_share(folder, found.thresholds, hit=True), found.confusion.recall)
+    assert found.after is not None
+    assert (found.after.samples.sum(axis=1) == found.before.samples.sum(axis=1)).all()
+    assert log_loss(folder) < before
+
+
+def test_tuning_again_begins_from_what_the_network_says(folder: Path) -> None:
+    first = tune(load_run(folder), "f1", "platt")
+    by = load_model(folder / MODEL_FILE).calibration
+    second = tune(load_run(folder), "f1", "platt")
+    np.testing.assert_array_equal(first.thresholds, second.thresholds)
+    np.testing.assert_array_equal(by, load_model(folder / MODEL_FILE).calibration)
+    tune(load_run(folder), "f1")
+    assert load_model(folder / MODEL_FILE).calibration is None
+
+
+@pytest.mark.parametrize("goal", ["auc", "recall", "recall=much", "recall=90", "conformal_recall=0", "=0.9"])
+def test_goals_that_are_none(folder: Path, goal: str) -> None:
+    with pytest.raises(ConfigError, match=r"0\.9"):
+        tune(load_run(folder), goal)
+
+
+def test_the_command(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["tune", str(folder), "--for", "conformal_recall=0.9", "--calibrate", "temperature"])
+    assert done.exit_code == 0, done.output
+    for word in (
+        "conformal_recall=0.9",
+        "recall, %",
+        "at least the wanted share",
+        "expected calibration error",
+        "model.safetensors",
+    ):
+        assert word in done.output.replace("\n", " ")
+    assert load_model(folder / MODEL_FILE).description["thresholds_for"] == "conformal_recall=0.9"
+
+
+def test_the_command_names_what_it_takes(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["tune", str(folder), "--calibrate", "isotonic"])
+    assert done.exit_code != 0
+    assert "platt" in str(done.exception) + done.output
