@@ -1,4 +1,4 @@
-"""The packages import in one direction, only `deploy/flower` knows Flower, and names of classes and test files exist once."""
+"""Packages import in one direction, only `deploy/flower` knows Flower, names of classes and test files exist once."""
 
 from __future__ import annotations
 
