@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fedmll.cli.main import app
 from fedmll.core.errors import ConfigError, FederationError
-from fedmll.deploy import rejections
+from fedmll.deploy import error_codes
 from fedmll.deploy.flower import client_app, membership
 from fedmll.deploy.security import client_keys
 from fedmll.deploy.security.audit_log import FILE, AuditLog, verify_audit_log
@@ -181,7 +181,7 @@ def test_a_site_is_excluded_and_readmitted_while_the_run_goes_on(
     assert events.index("excluded") < events.index("readmitted") < len(events) - events[::-1].index("reply")
     told = capsys.readouterr().out
     assert told.count("the server rejected you: the operator has excluded you from this run") == 1
-    assert not any(name in rejections.describe_rejection("excluded") for name in NAMES)  # type: ignore[operator]
+    assert not any(name in error_codes.describe_rejection("excluded") for name in NAMES)  # type: ignore[operator]
 
 
 def test_an_excluded_site_is_told_that_the_run_is_over(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811

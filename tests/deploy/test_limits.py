@@ -14,12 +14,12 @@ pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)
 from consortium import Consortium
 from fake_grid import FakeGrid, consortium, drive, fast_polling, make_grid  # noqa: F401  (fixtures)
 
+from fedmll.deploy.error_codes import SiteError
 from fedmll.deploy.flower import client_app, executor
 from fedmll.deploy.flower.executor import TaskExecutor
 from fedmll.deploy.flower.membership import Membership, PendingHello
 from fedmll.deploy.flower.message_limits import ArraySizeLimit
 from fedmll.deploy.site import approval, site_folder
-from fedmll.deploy.site_errors import SiteError
 
 
 def test_a_servers_folder_is_for_its_owner(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811

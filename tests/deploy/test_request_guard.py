@@ -23,7 +23,7 @@ from flwr.supercore.date import now
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.primitives.asymmetric import sign_message
 
-from fedmll.deploy import rejections
+from fedmll.deploy import error_codes
 from fedmll.deploy.flower import flower_internals, request_guard, superlink_port
 from fedmll.deploy.flower.request_guard import INSTANCE_HEADER, ClientAuthenticator, RequestGuard
 from fedmll.deploy.security import client_keys
@@ -168,7 +168,7 @@ def test_a_wrong_clock_is_reported_at_both_ends(caller: Caller, ahead: float, to
         f"site-a is rejected: its clock is {abs(ahead)} s {way} the server's; the client was told to set it"
     ]
     line = f"noise\n[code: {answer['code']}] {answer['detail']}\nnoise"
-    assert words in str(rejections.explain_rejection(line, "fed:8000", "site-a", "k"))
+    assert words in str(error_codes.explain_rejection(line, "fed:8000", "site-a", "k"))
     for good in (4, -290):
         assert caller.call(PULL, caller.headers(good))[0] == 200
 

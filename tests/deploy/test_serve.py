@@ -22,7 +22,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core import files
 from fedmll.core.errors import ConfigError, FedmllError
 from fedmll.core.text import printable
-from fedmll.deploy import rejections
+from fedmll.deploy import error_codes
 from fedmll.deploy.flower import client_app, membership
 from fedmll.deploy.flower.records import from_records
 from fedmll.deploy.server import serve, server_settings
@@ -238,11 +238,11 @@ def test_a_run_named_like_the_sites_own_folder_is_rejected(consortium: Consortiu
 
 
 def test_every_rejection_code_has_a_text_for_the_site() -> None:
-    for code, advice in rejections.ADVICE.items():
-        assert rejections.describe_rejection(code.value) == f"the server rejected you: {advice}"
-    assert "ask the server's operator" in str(rejections.describe_rejection("\x1b[2J made up by a server"))
-    assert rejections.describe_rejection(None) is None
-    assert rejections.describe_rejection(["other"]) is None
+    for code, advice in error_codes.ADVICE.items():
+        assert error_codes.describe_rejection(code.value) == f"the server rejected you: {advice}"
+    assert "ask the server's operator" in str(error_codes.describe_rejection("\x1b[2J made up by a server"))
+    assert error_codes.describe_rejection(None) is None
+    assert error_codes.describe_rejection(["other"]) is None
 
 
 def test_a_rejected_site_shows_why(

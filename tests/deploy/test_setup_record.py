@@ -25,6 +25,7 @@ from fedmll.cli.main import app as command
 from fedmll.core.errors import ConfigError
 from fedmll.data.dataset import PRESENT
 from fedmll.deploy import label_counts
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.deploy.flower import client_app
 from fedmll.deploy.flower.client_app import BYE, EVALUATE, HELLO, MODEL, TRAIN, join_state
 from fedmll.deploy.flower.records import from_records
@@ -32,7 +33,6 @@ from fedmll.deploy.site import released_counts, setup_record, site_data
 from fedmll.deploy.site import worker as worker_module
 from fedmll.deploy.site.site_config import Site, SiteLimits, read_site_file, write_site_file
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode
 from fedmll.deploy.study_setup import StudySetup, parse_digest
 
 HOLDOUTS = [number / 50 for number in range(1, 21)]  # every one leaves one image fewer to train on

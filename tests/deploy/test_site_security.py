@@ -36,6 +36,7 @@ from fedmll.core.text import printable
 from fedmll.data.fingerprint import LARGEST_READ, compute_digest
 from fedmll.data.images.cache import cache_folder, cached_array, image_cache_in, image_folder
 from fedmll.deploy import file_references
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode, error_code
 from fedmll.deploy.flower import child_processes, client_app, executor
 from fedmll.deploy.flower.client_app import BYE, HELLO, join_state
 from fedmll.deploy.flower.records import from_records, to_records
@@ -45,7 +46,6 @@ from fedmll.deploy.site.memory_estimate import estimate_memory
 from fedmll.deploy.site.site_config import Site, SiteLimits, read_site_file, write_site_file
 from fedmll.deploy.site.site_data import SiteDataSummary
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode, error_code
 from fedmll.deploy.study_setup import StudySetup
 
 

@@ -16,11 +16,11 @@ from sklearn.datasets import load_digits
 from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message
 from fedmll.core.small_groups import describe_membership_risk, find_small_classes
+from fedmll.deploy.error_codes import SiteError
 from fedmll.deploy.server import study
 from fedmll.deploy.site.site_config import Site, SiteLimits
 from fedmll.deploy.site.validate import ModelValidation
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.site_errors import SiteError
 from fedmll.deploy.study_setup import StudySetup
 from fedmll.evaluation import metrics
 from fedmll.evaluation.histograms import evaluate_histograms

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from fedmll.cli.main import app
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.message import Message
+from fedmll.deploy.error_codes import SiteError
 from fedmll.deploy.flower.client_app import EVALUATE, MODEL, TRAIN
 from fedmll.deploy.server import serve, study
 from fedmll.deploy.server.server_settings import ServerSettings, read_server_settings, write_server_settings
@@ -30,7 +31,6 @@ from fedmll.deploy.site import validate
 from fedmll.deploy.site import worker as site_worker
 from fedmll.deploy.site.site_config import write_site_file
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.site_errors import SiteError
 from fedmll.deploy.study_setup import StudySetup
 from fedmll.evaluation.histograms import BINS, score_histograms
 from fedmll.inference.load import load_run

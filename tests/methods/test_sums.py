@@ -10,9 +10,9 @@ import torch
 from builders import small
 
 from fedmll.core.message import Message, Tensors
+from fedmll.methods.allowed_replies import find_class_problem
 from fedmll.methods.parts import platt_calibration, ridge_head
 from fedmll.methods.parts.sum_checks import refuse_losses, refuse_moments
-from fedmll.methods.reply_spec import find_class_problem
 from fedmll.testing import experiment, make_client, make_client_info, make_trainer
 
 LABELS = np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]])

@@ -9,6 +9,5 @@
 - `label_counts`: the label counts that the operator sees before round 1
 - `file_references`: files that an experiment refers to, by their digest
 - `model_delivery`: the final model goes to every site
-- `rejections`: why the server rejects a client: codes and texts
-- `site_errors`: errors at a site: codes and texts
+- `error_codes`: why the server rejects a client, and errors at a site: codes and texts
 """

@@ -18,7 +18,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.models.pretrained_weights import PUBLISHED
 
 HUB, RUN = "hub:", "run:"

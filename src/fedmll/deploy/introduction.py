@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedmll.deploy import label_counts
-from fedmll.deploy.rejections import JoinRejected, RejectionCode
-from fedmll.methods.reply_spec import MOST_SAMPLES
+from fedmll.deploy.error_codes import JoinRejected, RejectionCode
+from fedmll.methods.allowed_replies import MOST_SAMPLES
 
 DIGEST = re.compile("[0-9a-f]{32}")
 

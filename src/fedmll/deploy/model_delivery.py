@@ -22,7 +22,7 @@ from safetensors.torch import save
 from fedmll.core import files
 from fedmll.core.errors import FedmllError
 from fedmll.core.message import Message, Tensors
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.engines.trainer import Trainer
 from fedmll.inference.model_file import METADATA_KEY, SavedModel, describe_model, read_model, write_model
 from fedmll.inference.model_metadata import FORMAT_VERSION

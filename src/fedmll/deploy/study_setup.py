@@ -10,7 +10,7 @@ from typing import Any
 
 from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 
 DIGEST = re.compile("[0-9a-f]{64}")
 

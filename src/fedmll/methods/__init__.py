@@ -2,7 +2,7 @@
 
 base            the contract: Part, Head, Aggregator, TensorSpec (start here)
 client_round    what a part sees on a client: Client, ClientRound, TrainStep, Batch
-reply_spec      what a reply must look like, and why it is rejected
+allowed_replies which tensors and bounds are allowed in a reply, and why one is rejected
 method          Method: a name, a paper and a list of parts
 recipe          which head and parts a method has, and whether they can work together
 method_config   the [method] section of an experiment: a method with its options

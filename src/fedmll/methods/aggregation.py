@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from fedmll.core.errors import AggregationError
 from fedmll.core.message import Message, Tensors
+from fedmll.methods.allowed_replies import all_finite, has_negative_variance
 from fedmll.methods.base import Aggregator, Records
 from fedmll.methods.client_round import ClientInfo
-from fedmll.methods.reply_spec import all_finite, has_negative_variance
 
 if TYPE_CHECKING:
     from fedmll.methods.method import Method

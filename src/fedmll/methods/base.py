@@ -23,8 +23,8 @@ from torch import Tensor
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.registry import register
+from fedmll.methods.allowed_replies import TensorSpec as TensorSpec
 from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
-from fedmll.methods.reply_spec import TensorSpec as TensorSpec
 from fedmll.methods.task import Task
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat_weights import FlatWeights

@@ -13,6 +13,7 @@ from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.seeding import derive
 from fedmll.methods.aggregation import MethodAggregator
+from fedmll.methods.allowed_replies import ReplyProblem, find_reply_problem
 from fedmll.methods.base import Component, Head, ImageTransform, Part, PartOptions, TargetLoss, TensorSpec, overrides
 from fedmll.methods.client_round import ClientInfo, tensors_of
 from fedmll.methods.heads import LinearHead
@@ -21,7 +22,6 @@ from fedmll.methods.parts.averaging import WeightedAverage
 from fedmll.methods.parts.ridge_head import RidgeHead
 from fedmll.methods.parts.target_losses import UnknownAsNegative
 from fedmll.methods.recipe import MethodRecipe, PartChoice, check_option_names, switch, with_dependencies
-from fedmll.methods.reply_spec import ReplyProblem, find_reply_problem
 from fedmll.methods.task import Task
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat_weights import FlatWeights

@@ -21,15 +21,14 @@ from fedmll.core import files
 from fedmll.core.errors import ReplyRejected
 from fedmll.core.message import Message
 from fedmll.core.text import printable
+from fedmll.deploy.error_codes import JoinRejected, RejectionCode, describe_error
 from fedmll.deploy.flower.client_app import HELLO
 from fedmll.deploy.flower.message_limits import ARRAY_LIMIT
 from fedmll.deploy.flower.records import Info, from_records, to_records
 from fedmll.deploy.introduction import Introduction
-from fedmll.deploy.rejections import JoinRejected, RejectionCode
 from fedmll.deploy.server import label_sets
 from fedmll.deploy.server.exclusions import Exclusions
 from fedmll.deploy.server.server_settings import unreadable_introductions
-from fedmll.deploy.site_errors import describe_error
 from fedmll.models.flat_weights import Sketch, find_sketch_differences
 
 RETRY_SECONDS = 10  # after which a rejected node is asked again: it may have been corrected

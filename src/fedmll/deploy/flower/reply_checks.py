@@ -14,15 +14,13 @@ from flwr.app import Message as FlowerMessage
 from fedmll.core.errors import ReplyRejected, UpdateDiverged
 from fedmll.core.message import Message
 from fedmll.core.text import printable
+from fedmll.deploy.error_codes import SiteErrorCode, describe_error
 from fedmll.deploy.flower.client_app import TRAIN
 from fedmll.deploy.flower.membership import Member
 from fedmll.deploy.flower.records import Info, from_records
 from fedmll.deploy.introduction import Introduction
-from fedmll.deploy.site_errors import SiteErrorCode, describe_error
 from fedmll.evaluation.metric_definitions import MAX_PERCENT, metrics_from_sites
-from fedmll.methods.base import TensorSpec
-from fedmll.methods.client_round import ClientInfo
-from fedmll.methods.reply_spec import (
+from fedmll.methods.allowed_replies import (
     ProblemCode,
     ReplyProblem,
     find_class_problem,
@@ -30,6 +28,8 @@ from fedmll.methods.reply_spec import (
     find_reply_problem,
     find_tensor_problem,
 )
+from fedmll.methods.base import TensorSpec
+from fedmll.methods.client_round import ClientInfo
 
 TRAINING_NUMBERS = ("samples", "steps", "loss")  # in a reply to a round of training
 MAX_LOSS = 1e6

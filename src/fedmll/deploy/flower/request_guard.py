@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fedmll.deploy.error_codes import FLOWER_ERROR_CODE, RejectionCode, format_rejection
 from fedmll.deploy.flower.flower_internals import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,
@@ -28,7 +29,6 @@ from fedmll.deploy.flower.flower_internals import (
     now,
     verify_signature,
 )
-from fedmll.deploy.rejections import FLOWER_ERROR_CODE, RejectionCode, format_rejection
 from fedmll.deploy.security.client_keys import fingerprint, read_revoked_keys
 
 FLEET, RUNTIME = "/v1/fleet/", "/v1/runtime/"

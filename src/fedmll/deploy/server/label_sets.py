@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedmll.core.errors import ConfigError
 from fedmll.core.text import suggest
-from fedmll.deploy.rejections import JoinRejected, RejectionCode
+from fedmll.deploy.error_codes import JoinRejected, RejectionCode
 
 LabelSets = Mapping[str, frozenset[str]]  # by client
 

@@ -15,8 +15,8 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
+from fedmll.deploy.error_codes import JoinRejected, RejectionCode
 from fedmll.deploy.introduction import Introduction
-from fedmll.deploy.rejections import JoinRejected, RejectionCode
 from fedmll.deploy.server.server_data import ServerData
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.engines.trainer import Trainer

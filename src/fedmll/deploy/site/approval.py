@@ -15,10 +15,10 @@ from pathlib import Path
 from fedmll.core import files
 from fedmll.core.confirmation import Confirm, confirm_at_terminal
 from fedmll.core.text import printable
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.deploy.security.audit_log import AuditLog
 from fedmll.deploy.site.memory_estimate import GIGABYTE
 from fedmll.deploy.site.site_folder import move_damaged_file
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode
 from fedmll.methods import build_method
 from fedmll.methods.base import Part, overrides
 from fedmll.methods.task import Task

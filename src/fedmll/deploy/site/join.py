@@ -21,14 +21,13 @@ from fedmll.core.errors import ConfigError, FederationError
 from fedmll.core.network import parse_address
 from fedmll.core.text import printable
 from fedmll.data.images.cache import Progress, no_progress
-from fedmll.deploy.rejections import explain_rejection
+from fedmll.deploy.error_codes import MAX_LINE, explain_rejection
 from fedmll.deploy.security import client_keys
 from fedmll.deploy.security.audit_log import AuditLog
 from fedmll.deploy.site.memory_estimate import GIGABYTE
 from fedmll.deploy.site.site_config import Site, write_site_file
 from fedmll.deploy.site.site_folder import FLOWER, clear_cache, lock_folder, private_files
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.site_errors import MAX_LINE
 from fedmll.training.callbacks import INTERRUPTED
 
 CONNECT_SECONDS = 5

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmll.core.errors import FedmllError
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.methods import build_method
 from fedmll.methods.task import Task
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmll.core import files
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 
 SUFFIX = ".setup"
 MAX_NAMED = 8  # settings that an error message names

@@ -10,8 +10,8 @@ from fedmll.config.experiment import Experiment
 from fedmll.config.settings import ReadingOptions
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.deploy.site import setup_record
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode
 
 
 @dataclass(frozen=True, kw_only=True)

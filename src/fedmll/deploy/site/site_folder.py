@@ -20,7 +20,7 @@ from pathlib import Path
 from fedmll.core.errors import ConfigError
 from fedmll.core.files import FileLocked, file_lock
 from fedmll.core.text import printable
-from fedmll.deploy.site_errors import SiteError, SiteErrorCode
+from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 
 CACHE, FLOWER, LOCK = "cache", "flower", "join.lock"
 MAX_RUNS = 20  # with client state on the disk: a server could give its run another name every time

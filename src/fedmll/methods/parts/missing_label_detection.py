@@ -12,11 +12,11 @@ from torch import Tensor
 from fedmll.core import small_groups
 from fedmll.core.errors import ClientError, ConfigError
 from fedmll.core.message import Message, Tensors
+from fedmll.methods.allowed_replies import MOST_SAMPLES
 from fedmll.methods.base import Aggregator, Records, TensorSpec, TruthAudit, option
 from fedmll.methods.client_round import ClientInfo, ClientRound
 from fedmll.methods.parts.prototypes import PrototypeMeans, local_prototypes, nearness
 from fedmll.methods.parts.semi_supervised import TwoStagePart
-from fedmll.methods.reply_spec import MOST_SAMPLES
 
 if TYPE_CHECKING:
     from fedmll.config.experiment import Experiment

@@ -1,5 +1,6 @@
-"""What a reply must look like. Everything that a client sends is compared with this before it is aggregated.
+"""Which replies are allowed: the tensors of a reply, their shapes, types and bounds.
 
+Everything that a client sends is compared with this before it is aggregated.
 A `TensorSpec` describes one tensor of a reply. If a reply does not fit, a `ReplyProblem` says why. It has a code, which
 decides what happens, and a text for people.
 """
