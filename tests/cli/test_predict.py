@@ -14,7 +14,7 @@ from PIL import Image
 
 from fedmll import load_run, run
 from fedmll.data import federation
-from fedmll.inference.prediction_writer import open_prediction_writer
+from fedmll.inference.image_predictions import open_prediction_writer
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from fedmll.deploy.site.site_config import Site
 from fedmll.deploy.site.worker import SiteWorker
 from fedmll.deploy.study_setup import StudySetup
 from fedmll.evaluation import metrics
+from fedmll.evaluation.bootstrap import Estimate, ModelOutput, PairedComparison
 from fedmll.evaluation.histograms import score_histograms
-from fedmll.evaluation.paired_comparison import Estimate, ModelOutput, PairedComparison
 from fedmll.evaluation.thresholds import choose_thresholds
 from fedmll.inference.model_file import SavedModel, describe_model, load_model, write_model
 from fedmll.reports.site_report import (

@@ -57,7 +57,7 @@ def test_unknown_targets_count_nowhere_and_classes_do_not_mix() -> None:
         score_histograms(column(np.nan), np.ones((1, 1), np.int8))
 
 
-def test_worked_out_by_hand() -> None:
+def test_histogram_metrics_by_hand() -> None:
     """Above: a positive. Then a bin of two positives and a negative. Then two negatives, one below 0.5."""
     report = evaluate_histograms(counts_of(b1900=(1, 0), b1800=(2, 1), b1700=(0, 1), b100=(0, 1)), ["a"])
     table = {name: float(values[0]) for name, values in report.per_class.items()}
@@ -85,7 +85,7 @@ def test_tied_positives_can_be_better_than_any_order_of_them() -> None:
     assert report.values["macro_auc_error"] == 0
 
 
-def test_both_ends_of_what_is_possible_are_possible() -> None:
+def test_both_bounds_can_be_reached() -> None:
     """The stated error is not larger than it must be."""
     inside = [0.6, 0.6001, 0.6002, 0.6003, 0.6004]  # one bin
     for targets, scores in (([0, 0, 1, 1, 1], inside[::-1]), ([0, 0, 1, 1, 1], [0.6, 0.6, 0.6002, 0.6002, 0.6002])):
@@ -98,7 +98,7 @@ def test_both_ends_of_what_is_possible_are_possible() -> None:
         assert abs(away) == pytest.approx(report.values["macro_auc_error"])
 
 
-def test_what_is_undefined_is_nan_and_named() -> None:
+def test_undefined_metrics_are_nan_and_their_classes_are_named() -> None:
     counts = np.concatenate([counts_of(), counts_of(b600=(4, 0)), counts_of(b600=(0, 4)), counts_of(b600=(1, 1))], 1)
     report = evaluate_histograms(counts, ["nothing", "positive", "negative", "both"])
     assert report.left_out == {
@@ -140,7 +140,7 @@ def test_always_within_the_stated_error_of_scikit_learn() -> None:
     assert tied > 50  # … and there are ties
 
 
-def test_what_is_cut_at_one_half_is_exact() -> None:
+def test_metrics_at_one_half_are_exact() -> None:
     for seed in range(30):
         scores, targets = drawn(seed)
         values = evaluate_histograms(score_histograms(scores[:, None], targets[:, None]), ["a"]).values
@@ -151,7 +151,7 @@ def test_what_is_cut_at_one_half_is_exact() -> None:
         assert values["bacc"] == pytest.approx(100 * balanced_accuracy_score(targets, predicted))
 
 
-def test_sums_over_places_are_the_data_together_and_near_the_exact_metrics() -> None:
+def test_sums_over_sites_equal_all_data_and_are_close_to_the_exact_metrics() -> None:
     draw = np.random.default_rng(0)
     targets = (draw.random((3000, 4)) < [0.01, 0.05, 0.3, 0.6]).astype(np.int8)
     scores = 1 / (1 + np.exp(-(2 * draw.standard_normal((3000, 4)) + 2 * targets - 3)))

@@ -7,12 +7,11 @@ import pytest
 
 from fedmll.core import registry
 from fedmll.evaluation import metric_definitions
-from fedmll.evaluation.bootstrap import VECTORISED
+from fedmll.evaluation.bootstrap import COMPARED_METRICS, VECTORISED
 from fedmll.evaluation.histogram_metrics import HISTOGRAM_METRICS
 from fedmll.evaluation.histograms import evaluate_histograms, score_histograms
 from fedmll.evaluation.metric_definitions import CLASS_METRICS, COMPUTED, METRICS, Metric, find_metric, metrics_in
 from fedmll.evaluation.metrics import evaluate
-from fedmll.evaluation.paired_comparison import COMPARED_METRICS
 
 
 def test_the_table_has_every_metric_that_is_computed() -> None:

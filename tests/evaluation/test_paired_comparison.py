@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
-from fedmll.evaluation.bootstrap import draw_counts
+from fedmll.evaluation.bootstrap import MIN_SAMPLES, Estimate, ModelOutput, PairedComparison, draw_counts
 from fedmll.evaluation.calibration import reliability
-from fedmll.evaluation.paired_comparison import MIN_SAMPLES, Estimate, ModelOutput, PairedComparison
 
 N, C, DRAWS = 150, 4, 60
 CUTS = np.array([0.3, 0.5, 0.6, 0.4])

@@ -154,7 +154,7 @@ def test_a_run_is_exported_with_its_card(finished: Path, tmp_path: Path) -> None
     assert "Not available here" in alone and f"| zero | {threshold:.4f} |" in alone and "model-index" not in alone
 
 
-def test_exports_that_cannot_be(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_exports_are_rejected(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = load_run(finished)
     with pytest.raises(ConfigError, match="not to 'tflite'"):
         export(saved, "tflite", tmp_path)

@@ -20,7 +20,7 @@ from fedmll import load_model, load_run, resume, run
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.federation import Federation, build
 from fedmll.evaluation.thresholds import best_thresholds
-from fedmll.inference.image_stream import decode_batches, find_images, read_pixels
+from fedmll.inference.image_predictions import decode_batches, find_images, read_pixels
 from fedmll.inference.model_file import METADATA_KEY
 from fedmll.runs.predictions import read_predictions
 from fedmll.runs.run_folder import MODEL_FILE, PREDICTIONS_FILE
@@ -63,7 +63,7 @@ def from_pictures(folder: Path, **more: object):  # type: ignore[no-untyped-def]
     )
 
 
-def test_the_data_is_deleted_and_the_folder_moved(pictures: Path, tmp_path: Path) -> None:
+def test_moved_run_predicts_without_its_data(pictures: Path, tmp_path: Path) -> None:
     """Then the model still sees the very pixels of the training: its probabilities of the files are the kept ones."""
     run(from_pictures(pictures), tmp_path / "run")
     elsewhere = tmp_path / "mail"
@@ -86,7 +86,7 @@ def test_the_data_is_deleted_and_the_folder_moved(pictures: Path, tmp_path: Path
     assert str(tmp_path) not in text and "folder:labels.csv" in text
 
 
-def test_a_file_says_all_that_is_needed(ctran: Path, small_federation: Federation) -> None:
+def test_model_file_contains_all_that_prediction_needs(ctran: Path, small_federation: Federation) -> None:
     with safe_open(ctran / MODEL_FILE, "pt") as opened:
         described = json.loads(opened.metadata()[METADATA_KEY])
     assert described["method"] == "fedctran" and described["head"] == "ctran" and described["takes_known_labels"]
@@ -97,7 +97,7 @@ def test_a_file_says_all_that_is_needed(ctran: Path, small_federation: Federatio
     assert described["versions"]["torch"] == torch.__version__
 
 
-def test_predictions_thresholds_and_tables_are_kept(ctran: Path, small_federation: Federation) -> None:
+def test_predictions_thresholds_and_tables_are_stored(ctran: Path, small_federation: Federation) -> None:
     data, saved = small_federation, load_run(ctran)
     test, validation = saved.predictions(), saved.predictions("validation")
     np.testing.assert_array_equal(test.probabilities, saved.predict(data.test))
@@ -126,7 +126,7 @@ def test_without_validation_data_nothing_is_tuned(tmp_path: Path) -> None:
     assert load_run(tmp_path / "run").model.tuned_thresholds is None
 
 
-def test_known_labels_are_used_by_those_who_can(ctran: Path, small_federation: Federation, tmp_path: Path) -> None:
+def test_known_labels_are_used_or_rejected(ctran: Path, small_federation: Federation, tmp_path: Path) -> None:
     saved, test = load_run(ctran), small_federation.test
     without, told = saved.predict(test), saved.predict(test, known={"two": 1, "five": 0})
     assert (told[:, 2] == 1).all() and (told[:, 5] == 0).all()
@@ -196,7 +196,7 @@ def changed(source: Path, file: Path, **facts: object) -> Path:
     return file
 
 
-def test_files_that_cannot_be_used_say_why(ctran: Path, tmp_path: Path) -> None:
+def test_unusable_files_are_rejected_with_a_reason(ctran: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"format version 9, and this fedmll reads version 1.*by fedmll 7.0"):
         load_model(changed(ctran, tmp_path / "later.safetensors", format=9, versions={"fedmll": "7.0"}))
     whole = (ctran / MODEL_FILE).read_bytes()
@@ -225,7 +225,7 @@ def test_files_that_cannot_be_used_say_why(ctran: Path, tmp_path: Path) -> None:
         load_run(tmp_path / "half")
 
 
-def test_resume_writes_what_is_gone(ctran: Path, tmp_path: Path) -> None:
+def test_resume_writes_deleted_files_again(ctran: Path, tmp_path: Path) -> None:
     shutil.copytree(ctran, tmp_path / "run")
     for name in (MODEL_FILE, PREDICTIONS_FILE):
         (tmp_path / "run" / name).unlink()
@@ -244,7 +244,7 @@ class Mine(Method):
 """
 
 
-def test_code_is_given_and_never_named_by_the_file(tmp_path: Path) -> None:
+def test_plugins_are_passed_by_the_user_and_never_loaded_because_a_file_names_them(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PLUGIN)
     run(small(plugins=[str(tmp_path / "mine.py")], method__name="mine-saved", training__rounds=1), tmp_path / "run")
     assert load_model(tmp_path / "run" / MODEL_FILE).description["plugins"] == ["mine.py"]
@@ -255,7 +255,7 @@ def test_code_is_given_and_never_named_by_the_file(tmp_path: Path) -> None:
     assert load_run(tmp_path / "run", plugins=[tmp_path / "moved.py"]).predict(blank).shape == (1, 10)
 
 
-def test_images_come_in_order_and_bad_ones_say_why(pictures: Path) -> None:
+def test_images_are_predicted_in_order_and_unreadable_ones_have_a_reason(pictures: Path) -> None:
     (pictures / "11.png").write_bytes((pictures / "12.png").read_bytes()[:60])
     (pictures / "13.png").write_text("no image")
     Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(pictures / "14.png")
@@ -278,7 +278,7 @@ def test_images_come_in_order_and_bad_ones_say_why(pictures: Path) -> None:
         find_images([pictures / "empty"])
 
 
-def test_a_model_of_feature_vectors_takes_no_images(ctran: Path) -> None:
+def test_model_of_feature_vectors_rejects_images(ctran: Path) -> None:
     model = load_model(ctran / MODEL_FILE)
     features = replace(model, description=model.description | {"sample_shape": [7]})
     with pytest.raises(ConfigError, match="feature vectors of width 7"):

@@ -150,7 +150,7 @@ ATTACKS: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_what_a_model_file_never_has_is_refused(
+def test_unknown_metadata_keys_are_rejected(
     attack: str, command: str, trained: Path, images: Path, trap: Path, watch: Watch, tmp_path: Path
 ) -> None:
     change, key = ATTACKS[attack]
@@ -175,7 +175,7 @@ ONLY_NAMES: dict[str, Change] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", ONLY_NAMES)
-def test_what_it_names_is_not_opened(
+def test_files_named_in_a_model_file_are_not_opened(
     name: str, command: str, trained: Path, images: Path, trap: Path, watch: Watch, tmp_path: Path
 ) -> None:
     """These keys are known. They say where the model comes from, and predicting does not need them."""
@@ -201,7 +201,7 @@ def test_label_embeddings_are_in_the_file(trap: Path, watch: Watch, tmp_path: Pa
     assert watch.opened == []
 
 
-def test_a_run_folder_does_not_trust_its_model_file(trained: Path, trap: Path, tmp_path: Path) -> None:
+def test_model_file_in_a_run_folder_is_validated_too(trained: Path, trap: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     for name in ("experiment.toml", "summary.json"):
@@ -212,8 +212,9 @@ def test_a_run_folder_does_not_trust_its_model_file(trained: Path, trap: Path, t
     assert not (trap / "executed").exists()
 
 
-def test_the_program_itself(trained: Path, images: Path, trap: Path, tmp_path: Path) -> None:
-    """As a user starts it, in a folder where the named plug-in lies."""
+def test_program_does_not_run_a_plugin_that_a_model_file_names(
+    trained: Path, images: Path, trap: Path, tmp_path: Path
+) -> None:
     file = crafted(trained, tmp_path / "sent.safetensors", plugins("evil.py"), trap)
     command = [sys.executable, "-m", "fedmll", *arguments("predict", file, images, tmp_path)]
     done = subprocess.run(command, cwd=trap, capture_output=True, text=True)
@@ -234,7 +235,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("where", WRONG)
-def test_wrong_values_are_refused_in_one_sentence(where: str, trained: Path, tmp_path: Path) -> None:
+def test_wrong_values_are_rejected_in_one_sentence(where: str, trained: Path, tmp_path: Path) -> None:
     file = crafted(
         trained, tmp_path / "sent.safetensors", lambda described, _: described.update(WRONG[where]), tmp_path
     )
@@ -244,7 +245,7 @@ def test_wrong_values_are_refused_in_one_sentence(where: str, trained: Path, tmp
     assert where in said and ". " not in said and said.endswith(".")
 
 
-def test_what_is_nested_too_deep_is_no_model(trained: Path, tmp_path: Path) -> None:
+def test_deeply_nested_metadata_is_rejected(trained: Path, tmp_path: Path) -> None:
     deep = "[" * 100_000 + "]" * 100_000
     save_file(load_file(trained / MODEL_FILE), tmp_path / "deep.safetensors", {METADATA_KEY: deep})
     with pytest.raises(DataError, match="not a complete model file"):
@@ -266,7 +267,7 @@ def predict(folder: Path, images: Path, *more: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
 
 
-def test_a_plugin_is_named_and_used_when_the_user_passes_it(with_plugin: Path, images: Path) -> None:
+def test_plugin_is_used_only_if_the_user_passes_it(with_plugin: Path, images: Path) -> None:
     without = predict(with_plugin, images)
     assert without.returncode == 2
     said = " ".join(without.stderr.split())
@@ -276,7 +277,7 @@ def test_a_plugin_is_named_and_used_when_the_user_passes_it(with_plugin: Path, i
     assert "0.png" in given.stdout and "warning" not in given.stderr
 
 
-def test_another_plugin_file_works_and_is_said(with_plugin: Path, images: Path, tmp_path: Path) -> None:
+def test_different_plugin_file_works_with_a_warning(with_plugin: Path, images: Path, tmp_path: Path) -> None:
     (tmp_path / "changed.py").write_text(PLUGIN + "\n# a later version\n")
     given = predict(with_plugin, images, "--plugin", str(tmp_path / "changed.py"))
     assert given.returncode == 0, given.stderr

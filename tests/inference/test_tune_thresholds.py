@@ -49,7 +49,7 @@ def log_loss(folder: Path) -> float:
     return float(-np.log(p[kept.targets >= 0]).mean())
 
 
-def test_a_wanted_recall_is_reached_and_stored(folder: Path) -> None:
+def test_recall_goal_is_reached_and_stored(folder: Path) -> None:
     before = load_model(folder / MODEL_FILE)
     found = tune(load_run(folder), "recall=0.9")
     model = load_model(folder / MODEL_FILE)
@@ -64,14 +64,14 @@ def test_a_wanted_recall_is_reached_and_stored(folder: Path) -> None:
         assert model.weights[name].equal(tensor), name
 
 
-def test_a_wanted_precision(folder: Path) -> None:
+def test_precision_goal_is_reached(folder: Path) -> None:
     found = tune(load_run(folder), "precision=0.7")
     reachable = (found.thresholds < 1) & (found.confusion.positives > 0)
     assert reachable.any()
     assert (known_share(folder, found.thresholds, hit=False)[reachable] >= 0.7).all()
 
 
-def test_the_f1_that_it_says_is_that_of_the_samples(folder: Path) -> None:
+def test_reported_f1_equals_the_f1_of_the_samples(folder: Path) -> None:
     kept = load_run(folder).predictions("validation")
     found = tune(load_run(folder))
     own = evaluate(kept.probabilities, kept.targets, kept.classes, found.thresholds).values["macro_f1_tuned"]
@@ -79,7 +79,7 @@ def test_the_f1_that_it_says_is_that_of_the_samples(folder: Path) -> None:
     assert own > evaluate(kept.probabilities, kept.targets, kept.classes).values["macro_f1"]
 
 
-def test_calibrated_probabilities_are_what_everything_gives(folder: Path) -> None:
+def test_calibrated_probabilities_are_used_everywhere(folder: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     from fedmll.inference.export import export
 
@@ -108,7 +108,7 @@ def test_calibrated_probabilities_are_what_everything_gives(folder: Path) -> Non
     assert log_loss(folder) < before
 
 
-def test_tuning_again_begins_from_what_the_network_says(folder: Path) -> None:
+def test_tuning_again_starts_from_uncalibrated_probabilities(folder: Path) -> None:
     first = tune(load_run(folder), "f1", "platt")
     by = load_model(folder / MODEL_FILE).calibration
     second = tune(load_run(folder), "f1", "platt")
@@ -119,12 +119,12 @@ def test_tuning_again_begins_from_what_the_network_says(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("goal", ["auc", "recall", "recall=much", "recall=90", "conformal_recall=0", "=0.9"])
-def test_goals_that_are_none(folder: Path, goal: str) -> None:
+def test_unknown_goals_are_rejected(folder: Path, goal: str) -> None:
     with pytest.raises(ConfigError, match=r"0\.9"):
         tune(load_run(folder), goal)
 
 
-def test_the_command(folder: Path) -> None:
+def test_tune_command(folder: Path) -> None:
     done = CliRunner().invoke(app, ["tune", str(folder), "--for", "conformal_recall=0.9", "--calibrate", "temperature"])
     assert done.exit_code == 0, done.output
     for word in (
@@ -138,7 +138,7 @@ def test_the_command(folder: Path) -> None:
     assert load_model(folder / MODEL_FILE).description["thresholds_for"] == "conformal_recall=0.9"
 
 
-def test_the_command_names_what_it_takes(folder: Path) -> None:
+def test_tune_command_lists_the_accepted_values(folder: Path) -> None:
     done = CliRunner().invoke(app, ["tune", str(folder), "--calibrate", "isotonic"])
     assert done.exit_code != 0
     assert "platt" in str(done.exception) + done.output

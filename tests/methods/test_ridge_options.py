@@ -26,7 +26,7 @@ from fedmll.engines.trainer import Trainer
 from fedmll.methods.parts import platt_calibration, ridge_head
 from fedmll.methods.task import task_of
 from fedmll.models.flat_weights import sketch_frozen_tensors
-from fedmll.models.lifted_features import Lift
+from fedmll.models.network import Lift
 from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer
 from fedmll.training.callbacks import Callback
 

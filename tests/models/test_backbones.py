@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from batch_norm_statistics import with_statistics
 from safetensors.torch import save_file
-from seasoned import with_statistics
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,8 +13,7 @@ from fedmll.config.settings import ModelSettings
 from fedmll.core.errors import ConfigError
 from fedmll.models.backbones import build_backbone, pixel_scale
 from fedmll.models.backbones.base import build_norm
-from fedmll.models.backbones.convnet import ConvNet
-from fedmll.models.backbones.resnet import BasicBlock, ResNet18
+from fedmll.models.backbones.convolutional import BasicBlock, ConvNet, ResNet18
 from fedmll.models.frozen_features import freeze_and_add_neck
 from fedmll.models.network import Classifier
 

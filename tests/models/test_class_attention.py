@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedmll.core.errors import ConfigError
-from fedmll.models.backbones.convnet import ConvNet
+from fedmll.models.backbones.convolutional import ConvNet
 from fedmll.models.backbones.mlp import Mlp
 from fedmll.models.class_attention import (
     Attention,
@@ -63,7 +63,7 @@ def test_orthonormal_has_fixed_signs() -> None:
     np.testing.assert_allclose(np.tril(r, -1), 0, atol=1e-12)
 
 
-def test_etf_says_what_it_needs() -> None:
+def test_etf_rejects_too_few_classes_and_too_small_widths() -> None:
     with pytest.raises(ConfigError, match=r"80 classes needs features of width 80 or more; the backbone's width is 64"):
         simplex_etf(64, 80, 0)
     with pytest.raises(ConfigError, match="at least 2 classes"):
@@ -80,7 +80,7 @@ def test_positional_encoding_by_hand() -> None:
             np.testing.assert_allclose(found[:, row, column].numpy(), axis, atol=1e-7)
 
 
-def test_positional_encoding_made_while_evaluating_serves_training() -> None:
+def test_positional_encoding_cached_in_evaluation_works_in_training() -> None:
     positional_encoding.cache_clear()
     ladm = Ladm(simplex_etf(8, 3, 0), heads=2)
     tokens = torch.randn(2, 8, 2, 3)
@@ -230,7 +230,7 @@ def test_class_vectors() -> None:
     assert torch.equal(vectors["linear"]["queries"], etf)
 
 
-def test_the_etf_is_no_part_of_what_is_sent() -> None:
+def test_etf_is_not_sent() -> None:
     etf = simplex_etf(16, 5, 0)
     fixed = PrototypeClassifier(Mlp(3, (16,)), 5, etf, Ladm(etf))
     assert not {"prototypes", "ladm.queries"} & set(FlatWeights(fixed).layout)
@@ -239,7 +239,7 @@ def test_the_etf_is_no_part_of_what_is_sent() -> None:
     assert torch.equal(learned.ladm.queries, etf)
 
 
-def test_there_is_no_dropout_unless_it_is_asked_for() -> None:
+def test_no_dropout_by_default() -> None:
     torch.manual_seed(0)
     etf = simplex_etf(16, 12, 0)
     tokens = torch.randn(3, 16, 2, 2)
@@ -289,7 +289,7 @@ def test_pooled_features_are_the_mean_over_the_tokens() -> None:
     np.testing.assert_allclose(net.features(images).detach().numpy(), tokens.reshape(3, 16, 16).mean(2), atol=1e-6)
 
 
-def test_a_learned_scale_and_a_bias_are_one_number_and_one_a_class() -> None:
+def test_learned_scale_is_one_number_and_bias_one_number_per_class() -> None:
     net = PrototypeClassifier(Mlp(3, (16,)), 12, simplex_etf(16, 12, 0), logit_scale=4)
     assert net.scale.tolist() == [4.0] and net.bias is None
     linear = PrototypeClassifier(Mlp(3, (16,)), 12)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmll.models import class_attention, ctran
-from fedmll.models.backbones.convnet import ConvNet
+from fedmll.models.backbones.convolutional import ConvNet
 from fedmll.models.backbones.mlp import Mlp
 from fedmll.models.ctran import CTran, EncoderLayer, LabelEmbeddings
 from fedmll.models.flat_weights import FlatWeights

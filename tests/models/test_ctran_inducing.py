@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedmll.models import class_attention
-from fedmll.models.backbones.convnet import ConvNet
+from fedmll.models.backbones.convolutional import ConvNet
 from fedmll.models.backbones.mlp import Mlp
 from fedmll.models.class_attention import Attention
 from fedmll.models.ctran import CTran, EncoderLayer
@@ -97,7 +97,7 @@ def test_every_token_sees_the_image_and_what_the_inducing_tokens_read_of_the_lab
         np.testing.assert_allclose(array(found[sample]), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_maps_are_the_labels_shares_of_the_image() -> None:
+def test_class_maps_are_the_attention_of_labels_to_the_image() -> None:
     net = model().eval()
     randomised(net)
     images = torch.randn(1, 1, 8, 8)
@@ -117,7 +117,7 @@ def test_a_known_label_changes_the_others_through_the_inducing_tokens() -> None:
     assert (change > 1e-5).all()
 
 
-def test_without_them_it_is_the_paper_and_the_rest_starts_the_same() -> None:
+def test_without_inducing_tokens_the_model_is_the_paper_s_and_other_weights_start_the_same() -> None:
     full, induced = model(None), model()
     assert full.inducing is None
     assert set(FlatWeights(induced).layout) - set(FlatWeights(full).layout) == {"inducing"}
@@ -162,7 +162,7 @@ def gradients(read: Callable[..., Tensor], inputs: tuple[Tensor, ...], **options
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def test_large_matrices_are_made_twice_with_the_same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_attention_matrices_are_recomputed_with_the_same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     inputs = tuple(torch.randn(3, 4, length, 8) for length in (6, 10, 10))
     kept = gradients(class_attention._read_with_dropout, inputs, p=0.3)

@@ -97,7 +97,7 @@ def test_another_model_that_loads_the_vector_predicts_the_same_in_eval_mode() ->
     assert received.counters.tolist() == [3, 1, 4, 1, *[0] * 12]  # how many batches it saw is not told
 
 
-def test_batch_counts_that_are_used_do_travel() -> None:
+def test_batch_counts_that_are_used_are_sent() -> None:
     """Without a momentum the statistics are means over all batches: the count belongs to them."""
     model = nn.Sequential(nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2))
     trained(model[:1], 0)
@@ -119,7 +119,7 @@ def test_variances_are_found_in_a_vector_that_lacks_rows() -> None:
     assert [short[place].tolist() for place in flat.variances(len(short))] == [[7] * 2, [7] * 5]
 
 
-def test_a_dump_is_a_copy() -> None:
+def test_dump_is_a_copy() -> None:
     model = deep_model()
     flat = FlatWeights(model)
     dumped = flat.dump()
@@ -129,7 +129,7 @@ def test_a_dump_is_a_copy() -> None:
     assert torch.equal(flat.dump()["weights"][: flat.parameter_end], dumped["weights"][: flat.parameter_end] + 1)
 
 
-def test_without_a_counter_none_is_sent() -> None:
+def test_no_counters_are_sent_if_there_are_none() -> None:
     model = nn.Linear(2, 3)
     flat = FlatWeights(model)
     dumped = flat.dump()

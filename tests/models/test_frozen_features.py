@@ -48,7 +48,7 @@ def learner_with_data(**changes: Any) -> tuple[Trainer, Any]:
 ATTENDING = {"method__name": "fednca-ml", "model__channels": (6, 16)}  # its head sees every token
 
 
-def test_kept_tokens_are_the_network_s_to_fp16_rounding(cache: Path) -> None:
+def test_stored_tokens_equal_the_network_s_up_to_fp16_rounding(cache: Path) -> None:
     trainer, data = learner_with_data(**ATTENDING)
     backbone = trainer.model.backbone.eval()
     images = trainer.task.preprocess(torch.from_numpy(data.test.samples(slice(0, 40))))
@@ -71,7 +71,7 @@ def test_kept_tokens_are_the_network_s_to_fp16_rounding(cache: Path) -> None:
         (ATTENDING, False),
     ],
 )
-def test_where_a_head_needs_their_mean_alone_the_means_are_kept(
+def test_only_means_are_stored_if_the_head_uses_means(
     cache: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], means: bool
 ) -> None:
     """With the bits that the head makes of the tokens, so that nothing else changes."""
@@ -117,7 +117,7 @@ class Looking(Part):
         return step.client_round.model.tokens(step.images).square().mean()
 
 
-def test_a_head_of_ones_own_sees_tokens(cache: Path, tmp_path: Path) -> None:
+def test_custom_head_gets_tokens(cache: Path, tmp_path: Path) -> None:
     """And a run's metrics are those of the model that it leaves, on images."""
     made = FROZEN | {"method__name": "compose", "method__head": "test-max", "training__lr": 0.05}
     assert learner_with_data(**made)[1].train.tokens.ndim == 5
@@ -128,7 +128,7 @@ def test_a_head_of_ones_own_sees_tokens(cache: Path, tmp_path: Path) -> None:
     assert found == pytest.approx(result.metrics["macro_auc"], abs=0.05)
 
 
-def test_a_part_that_looks_at_tokens_where_means_are_kept_is_told_so(cache: Path) -> None:
+def test_using_tokens_where_only_means_are_stored_is_an_error(cache: Path) -> None:
     made = FROZEN | {"method__name": "compose", "method__parts": ("unknown-as-negative", "test-looking")}
     with pytest.raises(
         ConfigError, match=r"Only the means of the frozen backbone's tokens were stored.* its own features\(\)"
@@ -203,7 +203,7 @@ def test_views_are_augmented_once_and_drawn_for_each_sample(cache: Path) -> None
     assert np.array_equal(plain, client.data.frozen_features(slice(0, len(plain))))
 
 
-def test_the_cache_is_used_again_and_other_weights_do_not_find_it(cache: Path) -> None:
+def test_cache_is_reused_only_for_the_same_weights(cache: Path) -> None:
     seen: list[str] = []
     data = federation.build(experiment(**FROZEN))
     trainer = Trainer(task_of(data))
@@ -217,11 +217,11 @@ def test_the_cache_is_used_again_and_other_weights_do_not_find_it(cache: Path) -
     assert "computing features" in seen
 
 
-def test_changed_code_does_not_find_the_old_features(cache: Path, tmp_path: Path) -> None:
+def test_changed_code_does_not_use_old_features(cache: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "net.py"
     text = """
 from fedmll import register
-from fedmll.models.backbones.convnet import ConvNet
+from fedmll.models.backbones.convolutional import ConvNet
 
 class Net(ConvNet):
     def forward(self, images):
@@ -239,7 +239,7 @@ def net(model, shape):
     assert losses[0] != losses[1]
 
 
-def test_a_kill_while_the_cache_is_built_leaves_nothing_wrong(cache: Path, tmp_path: Path) -> None:
+def test_killed_process_leaves_no_wrong_cache(cache: Path, tmp_path: Path) -> None:
     made = experiment(**FROZEN | {"model__channels": (64, 96)}, data__limit=None)
     file = tmp_path / "e.toml"
     file.write_text(made.to_toml())
@@ -281,7 +281,7 @@ def test_a_resumed_run_has_the_same_bits_with_a_warm_and_a_cold_cache(cache: Pat
 
 
 @pytest.mark.parametrize("changes", [{}, ATTENDING])
-def test_what_a_killed_process_left_of_a_cache_is_not_used(cache: Path, changes: dict[str, Any]) -> None:
+def test_incomplete_cache_of_a_killed_process_is_not_used(cache: Path, changes: dict[str, Any]) -> None:
     """A half-filled file of another process, and one that a failing disk cut short; of means, and of tokens."""
     _, data = learner_with_data(**changes)
     expected = np.array(data.train.tokens)
@@ -307,7 +307,7 @@ def test_a_finished_run_predicts_from_images(cache: Path, tmp_path: Path) -> Non
     np.testing.assert_allclose(from_images, from_tokens, atol=1e-5)
 
 
-def test_the_first_stages_alone(cache: Path) -> None:
+def test_freezing_only_the_first_stages(cache: Path) -> None:
     result = run(experiment(model__freeze=1, model__channels=(6, 10)))
     trained = {name.split(".")[2] for name in result.weights if name.startswith("backbone.blocks")}
     assert trained == {"1"}
@@ -315,7 +315,7 @@ def test_the_first_stages_alone(cache: Path) -> None:
         run(experiment(model__freeze=3, model__channels=(6, 10)))
 
 
-def test_settings_that_would_do_nothing_are_refused() -> None:
+def test_settings_without_effect_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"model\.views"):
         experiment(model__views=3)
     with pytest.raises(ConfigError, match=r"training\.augment"):

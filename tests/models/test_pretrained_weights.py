@@ -19,7 +19,7 @@ from fedmll.models.backbones.base import read_weights
 from fedmll.models.pretrained_weights import IMAGENET_MEAN, IMAGENET_STD, PUBLISHED, find_weights_file
 
 
-def test_the_table_is_torchvisions() -> None:
+def test_published_weights_are_torchvisions() -> None:
     assert {w.backbone for w in PUBLISHED.values()} == {"resnet18", "resnet50", "mobilenet-v2", "densenet121"}
     assert {w.backbone for w in PUBLISHED.values()} <= registry.all_of("backbone").keys()
     one = PUBLISHED["resnet18-imagenet1k-v1"]
@@ -27,7 +27,7 @@ def test_the_table_is_torchvisions() -> None:
     assert all(len(w.sha256) == 8 and int(w.sha256, 16) for w in PUBLISHED.values())
 
 
-def test_where_weights_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDMLL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("w.pth").touch()
@@ -53,7 +53,7 @@ def test_where_weights_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         find_weights_file("run:run")
 
 
-def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
+def test_files_without_weights_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         read_weights(tmp_path)
     for name in ("w.pth", "w.safetensors"):
@@ -68,7 +68,7 @@ def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
         read_weights(tmp_path / "w.pth")
 
 
-def test_pixels_follow_the_weights_and_are_written_down() -> None:
+def test_pixel_scaling_follows_the_weights_and_is_stored() -> None:
     plain = Experiment()
     assert plain.model.pixel_mean is None and "pixel" not in plain.to_toml()
     assert pixel_scale(plain.model, 3) == ((0.5,), (0.5,))

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from batch_norm_statistics import with_statistics
 from conftest import SHARED_DATA
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from seasoned import with_statistics
 from sklearn.datasets import load_sample_image
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,9 +21,7 @@ from fedmll.config.settings import ModelSettings
 from fedmll.core.errors import ConfigError
 from fedmll.models.backbones import Backbone, build_backbone, pixel_scale
 from fedmll.models.backbones.base import load_pretrained
-from fedmll.models.backbones.densenet import DenseNet
-from fedmll.models.backbones.mobilenet import MobileNetV2
-from fedmll.models.backbones.resnet import BasicBlock, Bottleneck, ResNet
+from fedmll.models.backbones.convolutional import BasicBlock, Bottleneck, DenseNet, MobileNetV2, ResNet
 
 MOBILENET = SHARED_DATA / "mobilenet_v2_imagenet.safetensors"
 needs_mobilenet = pytest.mark.skipif(not MOBILENET.is_file(), reason="there is no file with MobileNetV2's weights")
@@ -83,7 +81,7 @@ def test_layout_is_torchvisions(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_a_file_of_torchvisions_layout_is_loaded(kind: str, tmp_path: Path) -> None:
+def test_weights_in_torchvisions_layout_are_loaded(kind: str, tmp_path: Path) -> None:
     """With its classifier, in both formats; grey images give what the same image in three equal colours gives."""
     source = with_statistics(tiny(kind))
     start = "fc." if kind.startswith("resnet") else "classifier."
@@ -192,7 +190,7 @@ def test_densenet_is_its_definition() -> None:
     assert net.width == expected.shape[1] == ((8 + 8) // 2 + 4) // 2 + 8
 
 
-def test_densenet_says_how_large_images_must_be() -> None:
+def test_densenet_rejects_small_images() -> None:
     for size, tokens in ((29, 1), (64, 2)):
         net = DenseNet(1, "batch", (1, 1, 1, 1), growth=2, first=4)
         assert net(torch.zeros(2, 1, size, size)).shape[2:] == (tokens, tokens)
@@ -218,7 +216,7 @@ def scaled(pixels: np.ndarray, experiment: Experiment) -> Tensor:
 
 
 @needs_mobilenet
-def test_mobilenet_knows_what_is_on_a_photograph() -> None:
+def test_mobilenet_recognises_a_photograph() -> None:
     """The file's own classifier on our features: the palace is ImageNet's 698 palace, before its 663 monastery."""
     experiment = Experiment().changed({"model.backbone": "mobilenet-v2", "model.weights": MOBILENET})
     net = build_backbone(experiment.model, (3, 224, 224), seed=0).eval()
@@ -230,7 +228,7 @@ def test_mobilenet_knows_what_is_on_a_photograph() -> None:
 
 
 @needs_mobilenet
-def test_a_grey_photograph_means_nearly_the_same() -> None:
+def test_grey_photograph_gets_nearly_the_same_prediction() -> None:
     """One grey channel through the summed filters ≈ three equal channels through the colour filters."""
     experiment = Experiment().changed({"model.backbone": "mobilenet-v2", "model.weights": MOBILENET})
     colour, grey = (build_backbone(experiment.model, (c, 224, 224), seed=0).eval() for c in (3, 1))

@@ -101,7 +101,7 @@ def test_pixels_are_scaled_as_the_checkpoint_says(folder: Path, small_federation
     assert np.allclose(task.preprocess(raw)[0, :, 0, 0], [(0.2 - 0.1) / 0.5, 0, -0.1], atol=1e-6)
 
 
-def test_what_cannot_be_loaded_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloadable_weights_are_rejected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"data\.size to a multiple of 8, for example 32"):
         vit(folder, 3, 33, 33)
@@ -119,7 +119,7 @@ def test_what_cannot_be_loaded_is_refused(folder: Path, tmp_path: Path, monkeypa
         vit(tmp_path, 3, 32, 32)
 
 
-def test_it_trains_in_a_federation() -> None:
+def test_vit_trains_in_a_federation() -> None:
     experiment = small(model__backbone="vit", model__channels=(32, 32), data__limit=80, training__rounds=1)
     before, after = (run(experiment.changed({"method.name": name})) for name in ("fedavg", "fedharmony"))
     assert np.isfinite(before.metrics["macro_auc"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from report_runs import open_page
 
-from fedmll.evaluation.paired_comparison import ModelOutput, PairedComparison
+from fedmll.evaluation.bootstrap import ModelOutput, PairedComparison
 from fedmll.reports.site_report import (
     FEDERATED,
     FEDERATED_TUNED,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from fedmll.inference.image_stream import ImagePrediction
+    from fedmll.inference.image_predictions import ImagePrediction
     from fedmll.inference.load import SavedRun
     from fedmll.inference.model_file import SavedModel
 
@@ -61,8 +61,7 @@ def predict(
 
     Examples:  [bold]fedmll predict runs/first scan.png[/]  ·  [bold]fedmll predict runs/first IMAGES --out p.csv[/]
     """
-    from fedmll.inference.image_stream import find_images
-    from fedmll.inference.prediction_writer import open_prediction_writer
+    from fedmll.inference.image_predictions import find_images, open_prediction_writer
 
     _, used = load_model_of(model, plugins)
     known_labels = parse_known(known)

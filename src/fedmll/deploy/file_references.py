@@ -107,7 +107,7 @@ def compute_digest(path: Path, run: bool) -> str:
 
 def _path(prefix: str, name: str) -> Path:
     if prefix == HUB:
-        from fedmll.models.text_encoders import download_model
+        from fedmll.models.label_embeddings import download_model
 
         return download_model(name, prefix + name)
     return Path(name).expanduser()

@@ -26,8 +26,7 @@ from fedmll.methods.base import Part
 from fedmll.methods.client_round import Batch, Client, ClientRound, TrainStep
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat_weights import FlatWeights
-from fedmll.models.lifted_features import Lift
-from fedmll.models.network import Network
+from fedmll.models.network import Lift, Network
 
 Loss = Callable[[TrainStep], Tensor]
 CLIP_EPSILON = 1e-6  # the value of torch.nn.utils.clip_grad_norm_

@@ -5,9 +5,8 @@ metric_definitions the table of metrics: name, label, direction, unit, where eac
 metrics            all metrics of probabilities against targets; of each client
 ranking            the formulas of AUROC and average precision
 evaluate           all metrics of a trained model on the data of a federation
-bootstrap          95 % intervals of metrics
+bootstrap          95 % intervals of metrics, and of differences between models on the same samples
 significance       Wilcoxon's test and Holm's correction, for margins between methods
-paired_comparison  several models on the same samples, with intervals of the differences
 thresholds         choose thresholds for a goal: F1, recall, precision
 calibration        reliability curves, calibration error, Platt scaling and temperature scaling
 histograms         histograms of scores, which sites send instead of samples

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.core.seeding import numpy_generator
-from fedmll.evaluation.bootstrap import DRAWS, percentile_interval
+from fedmll.evaluation.bootstrap import DRAWS, mean_over_classes, percentile_interval
 from fedmll.evaluation.calibration import reliability_from_histograms
 from fedmll.evaluation.histograms import HALF, confusion_at_half
 from fedmll.evaluation.metric_definitions import ERROR
@@ -106,7 +106,7 @@ def compute_histogram_metrics(counts: Ints, seed: int, *purpose: str, draws: int
         by_class |= {name: value[place], name + ERROR: error[place], name + LOW: ends[:, 0], name + HIGH: ends[:, 1]}
         known = np.isfinite(value[place])
         middle = mean_of_defined(value[place])
-        lowest, highest = _interval(name, middle, *_mean_over_classes(drawn[known]))
+        lowest, highest = _interval(name, middle, *mean_over_classes(drawn[known]))
         mean |= {name: middle, name + ERROR: mean_of_defined(error[place]), name + LOW: lowest, name + HIGH: highest}
     positives, negatives = counts.sum(axis=2)
     return HistogramMetrics(by_class | {"positives": positives, "known": positives + negatives}, mean)
@@ -131,13 +131,6 @@ def _resample(counts: Ints, seed: int, *purpose: str | int, draws: int) -> Float
         return np.full((2, len(HISTOGRAM_METRICS), draws), np.nan)
     generator = numpy_generator(seed, "counted", *purpose)
     return metric_bounds(generator.poisson(counts[:, None, bins], size=(2, draws, len(bins))), bins)
-
-
-def _mean_over_classes(drawn: Floats) -> Floats:
-    """(C, 2, draws) → (2, draws): over the classes that are defined in a draw."""
-    defined = np.isfinite(drawn)
-    with np.errstate(invalid="ignore"):
-        return np.where(defined, drawn, 0).sum(axis=0) / defined.sum(axis=0)
 
 
 def _interval(name: str, value: float, lowest: Floats, highest: Floats) -> tuple[float, float]:

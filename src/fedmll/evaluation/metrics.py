@@ -179,7 +179,7 @@ class Confusion:
     """Metrics that follow from a confusion matrix, as shares; NaN where undefined.
 
     Args:
-        cells: (4, S) true negatives, false positives, false negatives and true positives of S classes.
+        cells: (4, …, S) true negatives, false positives, false negatives and true positives of S classes.
     """
 
     def __init__(self, cells: Floats) -> None:
@@ -195,7 +195,7 @@ class Confusion:
 
     def pooled(self) -> Confusion:
         """All classes as one."""
-        return Confusion(self.cells.sum(axis=1, keepdims=True))
+        return Confusion(self.cells.sum(axis=-1, keepdims=True))
 
 
 def validate_scores(

@@ -3,7 +3,7 @@
 - `load`: `load_run`, a finished run with its numbers and its model; start here
 - `model_file`: `load_model` and `SavedModel`, a model as one file that predicts
 - `model_metadata`: what a model file may say about its model; it is validated, because a file can come from anybody
-- `image_stream`, `prediction_writer`: image files in, tables of predictions out
+- `image_predictions`: image files in, tables of predictions out
 - `tune_thresholds`: thresholds and calibration, chosen again on validation data
 - `export`, `model_card`: ONNX, TorchScript or safetensors with a model card
 """

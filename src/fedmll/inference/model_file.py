@@ -30,7 +30,7 @@ from fedmll.core.versions import fedmll_version
 from fedmll.data.dataset import Dataset
 from fedmll.engines.trainer import Trainer
 from fedmll.evaluation.calibration import apply_calibration
-from fedmll.inference.image_stream import ImagePrediction, decode_batches
+from fedmll.inference.image_predictions import ImagePrediction, decode_batches
 from fedmll.inference.model_metadata import (
     FORMAT_VERSION,
     PluginWarning,

@@ -2,7 +2,7 @@
 
 No round of training follows. With a frozen pretrained backbone (model.freeze = "backbone", model.weights) it is the
 baseline for iterative methods; `method.start = "ridge"` starts another method from it. `lift` adds fixed functions of
-the features (models/lifted_features.py). `calibrate = "platt"` turns its scores into probabilities, in ten rounds with
+the features (models/network.py). `calibrate = "platt"` turns its scores into probabilities, in ten rounds with
 a few sums per class (parts/platt_calibration.py).
 """
 

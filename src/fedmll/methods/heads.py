@@ -14,8 +14,7 @@ from fedmll.methods.base import Head, PartOptions, option
 from fedmll.models.backbones import Backbone
 from fedmll.models.class_attention import Ladm, PrototypeClassifier, simplex_etf
 from fedmll.models.ctran import CTran, LabelEmbeddings
-from fedmll.models.lifted_features import Lift, LiftedClassifier
-from fedmll.models.network import Classifier
+from fedmll.models.network import Classifier, Lift, LiftedClassifier
 
 if TYPE_CHECKING:
     from fedmll.config.experiment import Experiment
@@ -48,7 +47,7 @@ class LinearHeadByName(LinearHead):
 
 
 class LiftedLinearHead(LinearHead):
-    """A linear head on the features and, with `lift`, on fixed functions of them (models/lifted_features.py)."""
+    """A linear head on the features and, with `lift`, on fixed functions of them (models/network.py)."""
 
     name = "linear-lifted"
 

@@ -17,14 +17,14 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from fedmll.core.versions import fedmll_version
-from fedmll.evaluation.metric_definitions import CLASS_METRICS
-from fedmll.evaluation.paired_comparison import (
+from fedmll.evaluation.bootstrap import (
     COMPARED_METRICS,
     MIN_SAMPLES,
     Estimate,
     ModelOutput,
     PairedComparison,
 )
+from fedmll.evaluation.metric_definitions import CLASS_METRICS
 from fedmll.reports.calibration_charts import reliability_chart, reliability_curve
 from fedmll.reports.chart import Chart, ChartSeries
 from fedmll.reports.html_report import chart_data, load_template, read_resource

@@ -18,9 +18,9 @@ from fedmll.data.images.cache import Progress, no_progress
 from fedmll.deploy.site import site_folder
 from fedmll.deploy.site.local_baseline import train_local_baseline
 from fedmll.deploy.site.worker import SiteWorker
+from fedmll.evaluation.bootstrap import ModelOutput, PairedComparison, has_enough_samples
 from fedmll.evaluation.calibration import apply_calibration, no_calibration
 from fedmll.evaluation.histograms import score_histograms
-from fedmll.evaluation.paired_comparison import ModelOutput, PairedComparison, has_enough_samples
 from fedmll.evaluation.thresholds import DEFAULT_THRESHOLD, ThresholdChoice, choose_thresholds
 from fedmll.inference.model_file import SavedModel, load_model, write_model
 from fedmll.reports.site_report import (

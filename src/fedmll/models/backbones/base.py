@@ -65,8 +65,7 @@ class Backbone(nn.Module):
                 f"model.weights = {origin} does not fit this {type(self).__name__} "
                 f"({' '.join(str(error).split())[:300]}). It must have the same layout: ImageNet weights in "
                 "torchvision's format need model.norm = 'batch' (and for a resnet model.stem = 'imagenet'), weights of "
-                "an "
-                "earlier run need the same [model] settings and image size."
+                "an earlier run need the same [model] settings and image size."
             ) from None
 
 
@@ -114,8 +113,7 @@ def _build(model: ModelSettings, sample_shape: tuple[int, ...]) -> Backbone:
     backbone = _build(model.model_copy(update={"weights": origin}), sample_shape)
     weights = read_weights(find_weights_file(model.weights))
     start = "backbone."
-    own = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start)}
-    backbone.load(own, model.weights)
+    backbone.load({name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}, model.weights)
     return backbone
 
 
@@ -153,8 +151,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
         raise ConfigError(
             f"model.weights = {path} is not a file of weights ({' '.join(str(error).split())[:200]}). Give a "
-            ".safetensors "
-            "or .pth file that is complete and contains only named tensors."
+            ".safetensors or .pth file that is complete and contains only named tensors."
         ) from None
     if not isinstance(weights, dict) or not all(isinstance(weight, Tensor) for weight in weights.values()):
         raise ConfigError(f"model.weights = {path} must contain only named tensors (a module's state_dict).")

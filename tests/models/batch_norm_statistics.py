@@ -1,4 +1,4 @@
-"""Networks for the tests."""
+"""Batch-norm statistics for tests of networks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def with_statistics(net: nn.Module) -> nn.Module:
-    """BatchNorm that has seen something: at its start it is the identity in eval mode, and hides a mistake."""
+    """Draw statistics and weights for BatchNorm: untrained BatchNorm is the identity, which would hide mistakes."""
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
             assert module.running_mean is not None and module.running_var is not None
