@@ -32,13 +32,13 @@ import torch
 from safetensors.torch import load_file
 
 from fedmll.config.experiment import Experiment
+from fedmll.deploy.experiment_for_sites import StudySetup
 from fedmll.deploy.flower.child_processes import find_free_port, flower_environment
 from fedmll.deploy.server.rehearsal import Rehearsal, prepare_rehearsal, running_clients
 from fedmll.deploy.server.serve import serve
-from fedmll.deploy.server.server_data import load_data_of_server
 from fedmll.deploy.server.server_settings import ServerSettings
+from fedmll.deploy.server.site_federation import load_server_data
 from fedmll.deploy.site.site_config import Site, write_site_file
-from fedmll.deploy.study_setup import StudySetup
 from fedmll.training.callbacks import Callback
 
 BIN = Path(sys.executable).parent
@@ -75,7 +75,7 @@ from flwr.clientapp import ClientApp
 from fedmll.core.message import Message as FedmllMessage
 from fedmll.deploy.site.site_config import read_site_file
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.study_setup import StudySetup
+from fedmll.deploy.experiment_for_sites import StudySetup
 
 app = ClientApp()
 
@@ -102,7 +102,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from fedmll.config.experiment import Experiment
-from fedmll.deploy.study_setup import StudySetup
+from fedmll.deploy.experiment_for_sites import StudySetup
 from fedmll.methods import build_method
 from fedmll.methods.task import Task
 from safetensors.torch import save_file
@@ -206,7 +206,7 @@ def run_flower(rehearsal: Rehearsal, folder: Path) -> tuple[list[dict[str, float
     (project / "quickstart" / "__init__.py").write_text("")
     (project / "quickstart" / "client_app.py").write_text(CLIENT)
     (project / "quickstart" / "server_app.py").write_text(SERVER)
-    test = load_data_of_server(rehearsal.experiment, Callback()).test
+    test = load_server_data(rehearsal.experiment, Callback()).test
     settings = json.loads(
         rehearsal.experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True})
     )

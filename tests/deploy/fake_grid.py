@@ -20,7 +20,7 @@ from fedmll.deploy.flower import engine, membership, transport
 from fedmll.deploy.flower.client_app import app
 from fedmll.deploy.server import serve
 from fedmll.deploy.server.server_settings import ServerSettings
-from fedmll.deploy.site import setup_record, worker
+from fedmll.deploy.site import approval, worker
 from fedmll.deploy.site.site_config import Site, write_site_file
 from fedmll.runs.run_folder import RunFolder
 from fedmll.training.callbacks import Callback, Result
@@ -118,7 +118,7 @@ class FakeGrid:
     def join_again(self) -> None:
         """Every site ends its join and begins another."""
         for node in self.nodes:
-            setup_record.delete_setup_record(node.site_file)
+            approval.delete_setup_record(node.site_file)
 
     def pull_messages(self, message_ids: list[str]) -> Iterator[FlowerMessage]:
         return iter([self.replies.pop(key) for key in message_ids if key in self.replies])

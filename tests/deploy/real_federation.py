@@ -15,7 +15,7 @@ import pytest
 from consortium import NAMES, Consortium, write_consortium
 
 from fedmll.deploy.flower.child_processes import find_free_port
-from fedmll.deploy.server.study import study_digest
+from fedmll.deploy.server.serve import study_digest
 
 COMMAND = [sys.executable, str(Path(__file__).parent / "consortium.py"), "fedmll"]
 

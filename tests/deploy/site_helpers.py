@@ -15,12 +15,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from what_leaves import SITE
 
 from fedmll.core.message import Message
+from fedmll.deploy.experiment_for_sites import StudySetup, resolve_for_sites, settings_for_sites
 from fedmll.deploy.flower import client_app
 from fedmll.deploy.flower.client_app import TRAIN, app, join_state
 from fedmll.deploy.flower.records import to_records
-from fedmll.deploy.server import study
 from fedmll.deploy.site.site_config import Site
-from fedmll.deploy.study_setup import StudySetup
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +49,8 @@ def make_site_c(consortium: Consortium, folder: Path, **changes: Any) -> Site:
 
 
 def make_setup(consortium: Consortium, **changes: Any) -> StudySetup:
-    experiment = study.resolve_for_sites(consortium.server(**changes), (1, 8, 8))
-    settings = study.settings_for_sites(experiment)
+    experiment = resolve_for_sites(consortium.server(**changes), (1, 8, 8))
+    settings = settings_for_sites(experiment)
     return StudySetup(run="run1", experiment=settings, classes=tuple(CLASSES), shape=(1, 8, 8), clients=3)
 
 

@@ -32,7 +32,7 @@ from real_federation import COMMAND, World, parent_of
 from fedmll.deploy.flower.client_app import EVALUATE, MODEL, TRAIN
 from fedmll.deploy.security import certificates, client_keys
 from fedmll.deploy.security.audit_log import FILE, verify_audit_log
-from fedmll.deploy.server.study import study_digest
+from fedmll.deploy.server.serve import study_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

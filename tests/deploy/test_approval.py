@@ -13,9 +13,9 @@ from consortium import CLASSES
 from fedmll.config.experiment import Experiment
 from fedmll.core.confirmation import confirm_always
 from fedmll.deploy.error_codes import SiteError
+from fedmll.deploy.experiment_for_sites import compute_study_digest
 from fedmll.deploy.site import approval
 from fedmll.deploy.site.site_config import SiteLimits
-from fedmll.deploy.study_setup import compute_study_digest
 from fedmll.methods.task import Task
 
 

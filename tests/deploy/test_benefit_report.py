@@ -15,12 +15,11 @@ from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 from fedmll import run
 from fedmll.core.errors import ClientError, ConfigError
-from fedmll.deploy.server import study
-from fedmll.deploy.site import benefit_report, local_baseline
-from fedmll.deploy.site.local_baseline import train_local_baseline
+from fedmll.deploy.experiment_for_sites import StudySetup, resolve_for_sites, settings_for_sites
+from fedmll.deploy.site import benefit_report
+from fedmll.deploy.site.benefit_report import train_local_baseline
 from fedmll.deploy.site.site_config import Site
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.study_setup import StudySetup
 from fedmll.evaluation import metrics
 from fedmll.evaluation.bootstrap import Estimate, ModelOutput, PairedComparison
 from fedmll.evaluation.histograms import score_histograms
@@ -51,9 +50,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
 
 
 def worker_of(large: Consortium, name: str, memory: Path, **changes: object) -> SiteWorker:
-    experiment = study.resolve_for_sites(large.server(**SETTINGS | changes), (1, 8, 8))
+    experiment = resolve_for_sites(large.server(**SETTINGS | changes), (1, 8, 8))
     setup = StudySetup(
-        run="run1", experiment=study.settings_for_sites(experiment), classes=tuple(CLASSES), shape=(1, 8, 8), clients=3
+        run="run1", experiment=settings_for_sites(experiment), classes=tuple(CLASSES), shape=(1, 8, 8), clients=3
     )
     home = large.folder
     site = Site(
@@ -100,14 +99,14 @@ def test_the_own_model_is_what_local_only_gives(large: Consortium, tmp_path: Pat
 def test_where_the_method_needs_others_it_is_said(
     large: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = local_baseline._train_and_predict
+    real = benefit_report._train_and_predict
 
-    def refusing(data: local_baseline.Federation, *rest: object) -> np.ndarray:
+    def refusing(data: benefit_report.Federation, *rest: object) -> np.ndarray:
         if data.experiment.method.name != "fedavg-pl":
             raise ConfigError("it needs two")
         return real(data, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(local_baseline, "_train_and_predict", refusing)
+    monkeypatch.setattr(benefit_report, "_train_and_predict", refusing)
     scores, instead = train_local_baseline(worker_of(large, "site-c", tmp_path), np.arange(4), lambda *what: None)
     assert instead == "'fedavg' does not work with one client (it needs two), so 'fedavg-pl' was used"
     assert scores.shape[1] == 7

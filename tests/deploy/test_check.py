@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from fedmll.cli.main import app
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import DataError
+from fedmll.deploy.experiment_for_sites import build_setup, resolve_for_sites
 from fedmll.deploy.security import certificates, client_keys
-from fedmll.deploy.server import study
+from fedmll.deploy.server.serve import study_digest
 from fedmll.deploy.site import check, join
 from fedmll.deploy.site.check import SiteCheck, check_site
 from fedmll.deploy.site.site_config import Site, read_site_file, write_site_file
@@ -71,15 +72,12 @@ def test_a_site_without_problems(site: Site) -> None:
 def test_the_digest_of_a_study_is_computed_from_its_file(site: Site) -> None:
     wanted = make_study("Mass", "Effusion", "Nodule")
     ((level, text),) = results_for(check_site(site, wanted, clients=3), "study")
-    digest = study.study_digest(wanted, 3)
+    digest = study_digest(wanted, 3)
     assert (level, text) == ("ok", f"its digest is {digest}; `fedmll join --approve` takes it")
     shape = (3, 32, 32)
-    assert (
-        study.build_setup(study.resolve_for_sites(wanted, shape), ("Mass", "Effusion", "Nodule"), shape, 3).digest
-        == digest
-    )
+    assert build_setup(resolve_for_sites(wanted, shape), ("Mass", "Effusion", "Nodule"), shape, 3).digest == digest
     others = [wanted.changed({"partition.holdout": 0.3}), wanted.changed({"training.rounds": 9}), make_study("Mass")]
-    assert len({digest, study.study_digest(wanted, 2), *(study.study_digest(each, 3) for each in others)}) == 5
+    assert len({digest, study_digest(wanted, 2), *(study_digest(each, 3) for each in others)}) == 5
     assert "with --clients N" in results_for(check_site(site, wanted), "study")[0][1]
     own = wanted.changed({"data.name": f"folder:{site.csv}"})
     assert "come from the server's own data" in results_for(check_site(site, own, clients=3), "study")[0][1]

@@ -9,7 +9,7 @@ import pytest
 from consortium import Consortium, write_consortium
 from real_federation import World, children_left  # noqa: F401
 
-from fedmll.deploy.server.study import study_digest
+from fedmll.deploy.server.serve import study_digest
 from fedmll.inference.model_file import load_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

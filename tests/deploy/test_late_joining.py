@@ -23,8 +23,8 @@ from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.deploy.flower.client_app import TRAIN
 from fedmll.deploy.server import serve, server_settings
+from fedmll.deploy.server.serve import check_can_start_with
 from fedmll.deploy.server.server_settings import ServerSettings
-from fedmll.deploy.server.study import check_can_start_with
 from fedmll.methods.client_round import ClientInfo
 from fedmll.runs.run_folder import RunFolder
 from fedmll.training import round_loop

@@ -25,12 +25,11 @@ from typer.testing import CliRunner
 from fedmll.cli.main import app as command
 from fedmll.core.message import Message
 from fedmll.deploy.error_codes import SiteError
+from fedmll.deploy.experiment_for_sites import StudySetup, resolve_for_sites, settings_for_sites
 from fedmll.deploy.model_delivery import ModelDelivery, receive_model
-from fedmll.deploy.server.study import resolve_for_sites, settings_for_sites
 from fedmll.deploy.site import worker as site_worker
 from fedmll.deploy.site.site_config import Site, read_site_file, write_site_file
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.study_setup import StudySetup
 from fedmll.inference.model_file import SavedModel, load_model
 
 

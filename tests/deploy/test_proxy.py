@@ -26,7 +26,7 @@ from fedmll.deploy.flower import flower_internals
 from fedmll.deploy.flower.child_processes import LOOPBACK, flower_environment, no_proxy_for_loopback
 from fedmll.deploy.flower.executor import acquire_task, open_task_client
 from fedmll.deploy.flower.flower_internals import TaskType, is_direct
-from fedmll.deploy.server.study import study_digest
+from fedmll.deploy.server.serve import study_digest
 
 NAMES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 

@@ -32,9 +32,8 @@ from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.flower.reply_checks import cap_shares
 from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.server import serve
-from fedmll.deploy.server.server_data import load_data_of_server
 from fedmll.deploy.server.server_settings import ServerSettings
-from fedmll.deploy.server.site_federation import build_federation
+from fedmll.deploy.server.site_federation import build_federation, load_server_data
 from fedmll.deploy.site import worker
 from fedmll.methods.aggregation import MethodAggregator
 from fedmll.methods.base import TensorSpec
@@ -303,7 +302,7 @@ def test_an_introduction_with_a_trillion_images_does_not_stop_the_others(
 
 def test_a_federation_of_many_images_occupies_no_memory(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     known = {name: Introduction(samples=10**8, held_out=0, classes=("digit-1",), digest="0" * 32) for name in NAMES}
-    mine = load_data_of_server(consortium.server(), RecordingCallback())
+    mine = load_server_data(consortium.server(), RecordingCallback())
     tracemalloc.start()
     try:
         federation = build_federation(consortium.server(), ServerSettings(clients=NAMES), known, mine)

@@ -23,15 +23,14 @@ from fedmll.core import files
 from fedmll.core.errors import ConfigError, FedmllError
 from fedmll.core.text import printable
 from fedmll.deploy import error_codes
+from fedmll.deploy.experiment_for_sites import StudySetup, resolve_for_sites, settings_for_sites
 from fedmll.deploy.flower import client_app, membership
 from fedmll.deploy.flower.records import from_records
 from fedmll.deploy.server import serve, server_settings
 from fedmll.deploy.server.console import OperatorLog
 from fedmll.deploy.server.server_settings import ServerSettings
-from fedmll.deploy.server.study import resolve_for_sites, settings_for_sites
 from fedmll.deploy.site.site_config import Site
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.study_setup import StudySetup
 from fedmll.runs.run_folder import RunFolder
 
 

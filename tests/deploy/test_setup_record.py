@@ -26,14 +26,14 @@ from fedmll.core.errors import ConfigError
 from fedmll.data.dataset import PRESENT
 from fedmll.deploy import label_counts
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
+from fedmll.deploy.experiment_for_sites import StudySetup, parse_digest
 from fedmll.deploy.flower import client_app
 from fedmll.deploy.flower.client_app import BYE, EVALUATE, HELLO, MODEL, TRAIN, join_state
 from fedmll.deploy.flower.records import from_records
-from fedmll.deploy.site import released_counts, setup_record, site_data
+from fedmll.deploy.site import approval, released_counts, site_data
 from fedmll.deploy.site import worker as worker_module
 from fedmll.deploy.site.site_config import Site, SiteLimits, read_site_file, write_site_file
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.study_setup import StudySetup, parse_digest
 
 HOLDOUTS = [number / 50 for number in range(1, 21)]  # every one leaves one image fewer to train on
 
@@ -115,10 +115,10 @@ def test_a_refusal_names_what_changed(consortium: Consortium, tmp_path: Path) ->
         SiteError, match=r"a different setup than .*; clients, partition\.holdout, run changed\. .* join again"
     ):
         changed = replace(make_setup(consortium, partition__holdout=0.3), run="run2", clients=4)
-        setup_record.SetupRecord(first.values).check_same_setup(changed.values)
-    setup_record.SetupRecord(first.values).check_same_setup(StudySetup.from_json(first.to_json()).values)
+        approval.SetupRecord(first.values).check_same_setup(changed.values)
+    approval.SetupRecord(first.values).check_same_setup(StudySetup.from_json(first.to_json()).values)
     file = joined(make_site_c(consortium, tmp_path), tmp_path / "site.json")
-    file.with_suffix(setup_record.SUFFIX).write_text("{")
+    file.with_suffix(approval.SETUP_SUFFIX).write_text("{")
     assert heard(HELLO, first, file)["error"] == SiteErrorCode.SETUP
 
 

@@ -35,18 +35,19 @@ from fedmll.core.errors import ClientError, ConfigError, DataError, FederationEr
 from fedmll.core.text import printable
 from fedmll.data.fingerprint import LARGEST_READ, compute_digest
 from fedmll.data.images.cache import cache_folder, cached_array, image_cache_in, image_folder
-from fedmll.deploy import file_references
+from fedmll.deploy import experiment_for_sites, file_references
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode, error_code
+from fedmll.deploy.experiment_for_sites import StudySetup
 from fedmll.deploy.flower import child_processes, client_app, executor
 from fedmll.deploy.flower.client_app import BYE, HELLO, join_state
 from fedmll.deploy.flower.records import from_records, to_records
-from fedmll.deploy.server import label_sets, rehearsal, study
+from fedmll.deploy.security import client_keys
+from fedmll.deploy.server import rehearsal
 from fedmll.deploy.site import join, site_data, site_folder, worker
 from fedmll.deploy.site.memory_estimate import estimate_memory
 from fedmll.deploy.site.site_config import Site, SiteLimits, read_site_file, write_site_file
 from fedmll.deploy.site.site_data import SiteDataSummary
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.study_setup import StudySetup
 
 
 def modes(folder: Path) -> set[tuple[str, int]]:
@@ -140,7 +141,7 @@ def test_very_large_images_are_rejected(consortium: Consortium, tmp_path: Path) 
 
 def test_the_estimate_is_what_a_network_takes(consortium: Consortium) -> None:
     """Six times the model, and what grows with the batch."""
-    experiment = study.resolve_for_sites(consortium.server(model__channels=[4, 8]), (1, 8, 8))
+    experiment = experiment_for_sites.resolve_for_sites(consortium.server(model__channels=[4, 8]), (1, 8, 8))
     task = what_leaves.Task(experiment, tuple(CLASSES), (1, 8, 8), 3, torch.device("cpu"))
     small = estimate_memory(task, 50, 1e9)
     trainer = what_leaves.Trainer(task)
@@ -152,7 +153,7 @@ def test_the_estimate_is_what_a_network_takes(consortium: Consortium) -> None:
 
 
 def test_an_error_of_the_trial_is_the_error_itself(consortium: Consortium) -> None:
-    experiment = study.resolve_for_sites(
+    experiment = experiment_for_sites.resolve_for_sites(
         consortium.server(method__name="fedlgt", method__encoder="glove:/no/such"), (1, 8, 8)
     )
     task = what_leaves.Task(experiment, tuple(CLASSES), (1, 8, 8), 3, torch.device("cpu"))
@@ -338,19 +339,19 @@ def test_an_invalid_setup_is_rejected(consortium: Consortium, tmp_path: Path, se
 def test_a_client_is_served_its_registered_classes_only(tmp_path: Path) -> None:
     (tmp_path / "a.labels").write_text("# as told by telephone\ncat\n dog \n\n")
     (tmp_path / "b.labels").write_text("cow\n")
-    sets = label_sets.read_label_sets(tmp_path, ["a", "b"], ["cat", "cow", "dog"])
+    sets = client_keys.read_label_sets(tmp_path, ["a", "b"], ["cat", "cow", "dog"])
     assert sets == {"a": {"cat", "dog"}, "b": {"cow"}}
-    label_sets.check_label_set(sets, "a", ["dog"])
+    client_keys.check_label_set(sets, "a", ["dog"])
     answers = set()
     for guess in (["cow"], ["unicorn"], ["cat", "cow"]):  # whether there is such a class or not
         with pytest.raises(ReplyRejected) as refused:
-            label_sets.check_label_set(sets, "a", guess)
+            client_keys.check_label_set(sets, "a", guess)
         answers.add(str(refused.value))
     assert len(answers) == 1
     with pytest.raises(ConfigError, match=r"which classes c may have: write c\.labels there"):
-        label_sets.read_label_sets(tmp_path, ["a", "c"], ["cat", "cow", "dog"])
+        client_keys.read_label_sets(tmp_path, ["a", "c"], ["cat", "cow", "dog"])
     with pytest.raises(ConfigError, match=r"b\.labels has the class 'cow', which this federation does not"):
-        label_sets.read_label_sets(tmp_path, ["a", "b"], ["cat", "dog"])
+        client_keys.read_label_sets(tmp_path, ["a", "b"], ["cat", "dog"])
 
 
 def test_a_private_client_with_other_classes_is_refused_by_name(consortium: Consortium, tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message
 from fedmll.core.small_groups import describe_membership_risk, find_small_classes
 from fedmll.deploy.error_codes import SiteError
-from fedmll.deploy.server import study
+from fedmll.deploy.experiment_for_sites import StudySetup, resolve_for_sites, settings_for_sites
 from fedmll.deploy.site.site_config import Site, SiteLimits
 from fedmll.deploy.site.validate import ModelValidation
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.study_setup import StudySetup
 from fedmll.evaluation import metrics
 from fedmll.evaluation.histograms import evaluate_histograms
 
@@ -54,7 +53,7 @@ def worker_of(site: Site, said: list[str] | None = None, **changes: Any) -> Site
     experiment = Experiment.make(values).changed({name.replace("__", "."): value for name, value in changes.items()})
     setup = StudySetup(
         run="run1",
-        experiment=study.settings_for_sites(study.resolve_for_sites(experiment, (1, 8, 8))),
+        experiment=settings_for_sites(resolve_for_sites(experiment, (1, 8, 8))),
         classes=CLASSES,
         shape=(1, 8, 8),
         clients=2,

@@ -20,9 +20,16 @@ from fake_grid import RecordingCallback, consortium, fast_polling, make_grid  # 
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError, FederationError
 from fedmll.core.network import is_loopback, parse_address
-from fedmll.deploy.server import serve, status_page
+from fedmll.deploy.server import serve
 from fedmll.deploy.server.server_settings import ServerSettings
-from fedmll.deploy.server.status import RunStatus, serve_status_page
+from fedmll.deploy.server.status import (
+    RunStatus,
+    format_duration,
+    format_size,
+    render_html,
+    render_prometheus,
+    serve_status_page,
+)
 from fedmll.runs.run_folder import RunFolder
 
 
@@ -94,8 +101,8 @@ def test_the_status_in_prometheus_format(served: int) -> None:
 
 def test_unknown_values_are_left_out() -> None:
     fresh = RunStatus(Experiment.make({"training": {"rounds": 4}}), ServerSettings(clients=("a", "b"))).to_json()
-    assert "left_seconds" not in status_page.render_prometheus(fresh)
-    assert "not joined yet" in status_page.render_html(fresh)
+    assert "left_seconds" not in render_prometheus(fresh)
+    assert "not joined yet" in render_html(fresh)
 
 
 def test_the_page_shows_names_and_contains_no_script(served: int) -> None:
@@ -119,10 +126,10 @@ def test_only_get_requests_for_these_paths_and_this_host_are_answered(served: in
 
 
 def test_durations_and_sizes() -> None:
-    assert [status_page.format_duration(s) for s in (None, 3.14, 90, 7200, 36060)] == [
+    assert [format_duration(s) for s in (None, 3.14, 90, 7200, 36060)] == [
         "–", "3.1 s", "2 min", "2 h 0 min", "10 h 1 min"
     ]  # fmt: skip
-    assert [status_page.format_size(n) for n in (0, 999, 1500, 2_500_000, 3e12)] == [
+    assert [format_size(n) for n in (0, 999, 1500, 2_500_000, 3e12)] == [
         "0 B", "999 B", "1.5 kB", "2.5 MB", "3000.0 GB"
     ]  # fmt: skip
 

@@ -30,10 +30,10 @@ from fedmll import run
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError, FederationError
 from fedmll.core.message import Message
+from fedmll.deploy.experiment_for_sites import settings_for_sites
 from fedmll.deploy.flower.client_app import EVALUATE, HELLO
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.server import serve
-from fedmll.deploy.server.study import settings_for_sites
 from fedmll.deploy.site.site_config import write_site_file
 
 

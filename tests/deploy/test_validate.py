@@ -24,14 +24,14 @@ from fedmll.cli.main import app
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.message import Message
 from fedmll.deploy.error_codes import SiteError
+from fedmll.deploy.experiment_for_sites import StudySetup, resolve_for_sites, settings_for_sites
 from fedmll.deploy.flower.client_app import EVALUATE, MODEL, TRAIN
-from fedmll.deploy.server import serve, study
+from fedmll.deploy.server import serve
 from fedmll.deploy.server.server_settings import ServerSettings, read_server_settings, write_server_settings
 from fedmll.deploy.site import validate
 from fedmll.deploy.site import worker as site_worker
 from fedmll.deploy.site.site_config import write_site_file
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.deploy.study_setup import StudySetup
 from fedmll.evaluation.histograms import BINS, score_histograms
 from fedmll.inference.load import load_run
 from fedmll.inference.model_file import load_model
@@ -132,9 +132,9 @@ def test_who_comes_in_the_wrong_way_is_told(consortium: Consortium, tmp_path: Pa
 
 
 def test_the_site_itself_refuses_to_train(consortium: Consortium, tmp_path: Path) -> None:
-    experiment = study.resolve_for_sites(consortium.server(partition__holdout=0.3), (1, 8, 8))
+    experiment = resolve_for_sites(consortium.server(partition__holdout=0.3), (1, 8, 8))
     setup = StudySetup(
-        run="run1", experiment=study.settings_for_sites(experiment), classes=tuple(CLASSES), shape=(1, 8, 8), clients=3
+        run="run1", experiment=settings_for_sites(experiment), classes=tuple(CLASSES), shape=(1, 8, 8), clients=3
     )
     said: list[str] = []
     worker = SiteWorker(replace(make_site(consortium, VALIDATOR, tmp_path), validation_only=True), setup, said.append)
@@ -147,11 +147,11 @@ def test_the_site_itself_refuses_to_train(consortium: Consortium, tmp_path: Path
 
 
 def test_class_names_are_compared_before_anybody_is_asked(consortium: Consortium, tmp_path: Path) -> None:
-    experiment = study.resolve_for_sites(consortium.server(), (1, 8, 8))
+    experiment = resolve_for_sites(consortium.server(), (1, 8, 8))
     said: list[str] = []
     setup = StudySetup(
         run="run1",
-        experiment=study.settings_for_sites(experiment),
+        experiment=settings_for_sites(experiment),
         classes=("Digit 0", "digit-11", *CLASSES[2:]),
         shape=(1, 8, 8),
         clients=3,

@@ -29,7 +29,7 @@ from what_leaves import DOCUMENT, EVERY, SITE, Recorder, documented, experiment_
 from fedmll.core.message import Message
 from fedmll.deploy.flower.child_processes import find_free_port
 from fedmll.deploy.flower.records import from_records
-from fedmll.deploy.server.study import study_digest
+from fedmll.deploy.server.serve import study_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 METHOD = "fedcurv"  # it sends more than weights

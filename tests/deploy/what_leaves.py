@@ -24,11 +24,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedmll.config.experiment import Experiment
 from fedmll.core import registry
 from fedmll.core.message import Message
+from fedmll.deploy.experiment_for_sites import StudySetup, resolve_for_sites, settings_for_sites
 from fedmll.deploy.flower.client_app import EVALUATE, HELLO, TRAIN, app
 from fedmll.deploy.flower.records import from_records, to_records
-from fedmll.deploy.server import study
 from fedmll.deploy.site.site_config import Site, write_site_file
-from fedmll.deploy.study_setup import StudySetup
 from fedmll.engines.trainer import Trainer
 from fedmll.methods.client_round import ClientInfo
 from fedmll.methods.task import Task
@@ -83,14 +82,14 @@ class Recorder:
             ),
             self.file,
         )
-        experiment = study.resolve_for_sites(experiment_of(consortium, name), (1, 8, 8))
+        experiment = resolve_for_sites(experiment_of(consortium, name), (1, 8, 8))
         task = Task(experiment, tuple(CLASSES), (1, 8, 8), len(NAMES), torch.device("cpu"))
         self.trainer = Trainer(task)
         self.method = self.trainer.method
         classes = None if self.method.has("private-labels") else task.classes
         self.setup = StudySetup(
             run="recorded",
-            experiment=study.settings_for_sites(experiment),
+            experiment=settings_for_sites(experiment),
             classes=classes,
             shape=task.sample_shape,
             clients=task.clients,

@@ -127,7 +127,7 @@ class JoinOptions(SiteOptions):
     plugins: Plugins = None
 
     def site(self, name: str, **more: Any) -> Site:
-        from fedmll.deploy.study_setup import parse_digest
+        from fedmll.deploy.experiment_for_sites import parse_digest
 
         return super().site(
             name,

@@ -4,7 +4,7 @@
 - `site/`: a site that joins or validates; start with `site/join.py`
 - `security/`: keys, certificates and the audit log
 - `flower/`: messages and rounds on Flower; nothing else imports Flower
-- `study_setup`: what a server asks its sites to take part in
+- `experiment_for_sites`: what a server asks its sites to take part in (StudySetup), and its digest
 - `introduction`: what a client tells the server about itself when it joins
 - `label_counts`: the label counts that the operator sees before round 1
 - `file_references`: files that an experiment refers to, by their digest

@@ -31,13 +31,13 @@ from fedmll.deploy.error_codes import (
     error_code,
     printable_block,
 )
+from fedmll.deploy.experiment_for_sites import StudySetup
 from fedmll.deploy.flower.flower_internals import SUPERLINK_NODE_ID, ErrorCode
 from fedmll.deploy.flower.records import Info, from_records, to_records
 from fedmll.deploy.security.audit_log import HASH, AuditLog, describe_message
-from fedmll.deploy.site.setup_record import SetupRecord, read_setup_record, write_setup_record
+from fedmll.deploy.site.approval import SetupRecord, read_setup_record, write_setup_record
 from fedmll.deploy.site.site_config import read_site_file
 from fedmll.deploy.site.worker import SiteWorker, delete_client_state
-from fedmll.deploy.study_setup import StudySetup
 
 SITES = "FEDMLL_SITES"  # the environment variable with the folder of the sites of a simulation
 HELLO, TRAIN, EVALUATE, MODEL, BYE = "query.hello", "train", "evaluate", "query.model", "query.bye"

@@ -26,7 +26,7 @@ from fedmll.deploy.flower.client_app import HELLO
 from fedmll.deploy.flower.message_limits import ARRAY_LIMIT
 from fedmll.deploy.flower.records import Info, from_records, to_records
 from fedmll.deploy.introduction import Introduction
-from fedmll.deploy.server import label_sets
+from fedmll.deploy.security.client_keys import LabelSets, check_label_set
 from fedmll.deploy.server.exclusions import Exclusions
 from fedmll.deploy.server.server_settings import unreadable_introductions
 from fedmll.models.flat_weights import Sketch, find_sketch_differences
@@ -112,7 +112,7 @@ class Membership:
     notify: Notify
     classes: Sequence[str] = ()
     frozen: Mapping[str, Sketch] = field(default_factory=dict)
-    label_sets: label_sets.LabelSets | None = None
+    label_sets: LabelSets | None = None
     validators: Sequence[str] = ()
     record: Notify = no_record
     exclusions: Exclusions = field(default_factory=Exclusions)
@@ -315,7 +315,7 @@ class Membership:
         if not introduction.samples and name not in self.validators:
             raise JoinRejected(RejectionCode.VALIDATING, "it only validates, and is a client in this run")
         if self.label_sets is not None:
-            label_sets.check_label_set(self.label_sets, str(name), introduction.classes)
+            check_label_set(self.label_sets, str(name), introduction.classes)
         unknown = [label for label in introduction.classes if self.classes and label not in self.classes]
         if unknown:
             text = f"it has the class '{unknown[0]}', which this federation does not have"

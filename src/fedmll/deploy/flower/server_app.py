@@ -20,13 +20,13 @@ from flwr.serverapp import Grid, ServerApp
 from fedmll.config.experiment import Experiment
 from fedmll.core.confirmation import confirm_always
 from fedmll.core.errors import ConfigError
+from fedmll.deploy.experiment_for_sites import resolve_for_sites
 from fedmll.deploy.flower.child_processes import flower_environment
 from fedmll.deploy.flower.client_app import SITES
 from fedmll.deploy.server import serve
-from fedmll.deploy.server.server_data import load_data_of_server
 from fedmll.deploy.server.server_settings import ServerSettings
-from fedmll.deploy.server.study import resolve_for_sites
-from fedmll.deploy.site.setup_record import delete_setup_record
+from fedmll.deploy.server.site_federation import load_server_data
+from fedmll.deploy.site.approval import delete_setup_record
 from fedmll.deploy.site.site_config import read_site_file
 from fedmll.runs.run_folder import EXPERIMENT_FILE, MetricsRow, RunFolder
 from fedmll.training.callbacks import Callback
@@ -65,7 +65,7 @@ def simulate(experiment: Experiment, sites: Path, out: Path, address: str | None
     if not count:
         raise ConfigError(f"{sites} holds no site: NAME.json for each is needed.")
     if not RunFolder(out).is_run:
-        shape = load_data_of_server(experiment, Callback()).test.sample_shape
+        shape = load_server_data(experiment, Callback()).test.sample_shape
         RunFolder(out).create(resolve_for_sites(experiment, shape))
     os.environ |= flower_environment(out / "flower") | {SITES: str(sites.resolve()), OUT: str(out.resolve())}
     from flwr.simulation import run_simulation

@@ -1,6 +1,10 @@
-"""The clients' key pairs: create, register, rotate, revoke. (The server's certificate is in certificates.py.)
+"""The clients' key pairs: create, register, rotate, revoke; and the label sets that are registered with them.
 
 A client creates its key pair and sends NAME.pub to the server's operator. The private key never leaves the client.
+
+A client with private labels knows its own classes only. The operator registers them in NAME.labels, one class per
+line, and the client receives the rows of its registered classes only. Otherwise a client could name any class and
+receive its row, and the answer to a guess would reveal whether the class exists.
 """
 
 from __future__ import annotations
@@ -8,11 +12,13 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
+from fedmll.core.text import suggest
+from fedmll.deploy.error_codes import JoinRejected, RejectionCode
 from fedmll.deploy.security.certificates import validity_period
 from fedmll.deploy.security.private_keys import (
     UnsupportedAlgorithm,
@@ -26,6 +32,8 @@ from fedmll.deploy.security.private_keys import (
 REVOKED_FILE = "revoked.txt"
 CREATED = re.compile(rb"created on ([0-9-]{10})")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+LabelSets = Mapping[str, frozenset[str]]  # by client
 
 
 def check_client_name(name: str) -> str:
@@ -141,6 +149,36 @@ def load_public_keys(folder: Path, names: Sequence[str]) -> dict[str, str]:
                 f"with `fedmll keys rotate {name}`), or continue without this client (`fedmll resume --drop {name}`)."
             )
     return keys
+
+
+def read_label_sets(folder: Path, names: Sequence[str], classes: Sequence[str]) -> LabelSets:
+    """Read the label sets of these clients from NAME.labels in the folder of keys."""
+    missing = [name for name in names if not (folder / f"{name}.labels").is_file()]
+    if missing:
+        raise ConfigError(
+            f"This method keeps label sets private, and {folder} does not say which classes {', '.join(missing)} may "
+            f"have: write {missing[0]}.labels there, one class per line, as the client told you."
+        )
+    label_sets = {}
+    for name in names:
+        lines = (line.strip() for line in (folder / f"{name}.labels").read_text(encoding="utf-8").splitlines())
+        label_sets[name] = frozenset(line for line in lines if line and not line.startswith("#"))
+        unknown = sorted(label_sets[name] - set(classes))
+        if unknown:
+            raise ConfigError(
+                f"{folder / f'{name}.labels'} has the class '{unknown[0]}', which this federation does not have"
+                f"{suggest(unknown[0], classes)}"
+            )
+    return label_sets
+
+
+def check_label_set(label_sets: LabelSets, name: str, claimed: Sequence[str]) -> None:
+    """Reject a client that claims other classes than those that are registered.
+
+    The text is the same for all classes that are not registered, whether they exist or not.
+    """
+    if not set(claimed) <= label_sets[name]:
+        raise JoinRejected(RejectionCode.OTHER, "its label set is not the one that is registered with its key")
 
 
 def _read_public_keys(folder: Path, names: Sequence[str]) -> dict[str, str]:

@@ -2,12 +2,9 @@
 
 - `serve`: starts or resumes a run, waits for the clients, trains, delivers the model
 - `server_settings`: clients, deadlines, address and keys (server.json)
-- `study`: which experiments can be federated, and what sites receive of them
-- `server_data`: the server's own test data
-- `site_federation`: the Federation as the server knows it, from the clients' introductions
-- `label_sets`: registered label sets of clients with private labels
+- `site_federation`: the Federation as the server knows it: its own test data and the clients' introductions
 - `console`: the operator's messages, log and audit log
-- `status`, `status_page`: the status page
+- `status`: the status of a run, as a web page, JSON and Prometheus metrics
 - `exclusions`: clients that the operator excludes from a running federation
 - `rehearsal`: a federation on one machine
 """

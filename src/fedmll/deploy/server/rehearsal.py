@@ -27,7 +27,7 @@ from fedmll.data.images.cache import Progress, no_progress
 from fedmll.deploy import file_references
 from fedmll.deploy.security import certificates
 from fedmll.deploy.security import client_keys as keys
-from fedmll.deploy.server.study import study_digest
+from fedmll.deploy.server.serve import study_digest
 
 CELLS = {PRESENT: "1", ABSENT: "0", UNKNOWN: ""}
 

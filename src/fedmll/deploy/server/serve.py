@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,17 +25,21 @@ from fedmll.core import files
 from fedmll.core.confirmation import Confirm, confirm_at_terminal
 from fedmll.core.errors import ConfigError, FederationError
 from fedmll.deploy import label_counts
+from fedmll.deploy.experiment_for_sites import build_setup, resolve_for_sites
 from fedmll.deploy.security import certificates, client_keys
 from fedmll.deploy.security.private_keys import read_passphrase
 from fedmll.deploy.server import server_settings
 from fedmll.deploy.server.console import OperatorConsole, OperatorLog, open_console
-from fedmll.deploy.server.label_sets import LabelSets, read_label_sets
-from fedmll.deploy.server.server_data import ServerData, load_data_of_server
 from fedmll.deploy.server.server_settings import ServerSettings, read_server_settings
-from fedmll.deploy.server.study import build_setup, check_can_be_federated, check_can_start_with, resolve_for_sites
+from fedmll.deploy.server.site_federation import (
+    ServerData,
+    build_federation,
+    describe_missing_clients,
+    load_server_data,
+)
 from fedmll.deploy.site import site_folder
 from fedmll.inference.model_file import load_model
-from fedmll.methods import build_method
+from fedmll.methods import build_method, config_of
 from fedmll.methods.task import Task
 from fedmll.models.flat_weights import sketch_frozen_tensors
 from fedmll.runs.run_folder import MODEL_FILE, SUMMARY_FILE, RunFolder
@@ -49,6 +53,40 @@ if TYPE_CHECKING:
 
 DISK_FULL_ADVICE = "Free some space, then continue with `fedmll resume`: no finished round is lost."
 RETURN_SECONDS = 60  # for clients to notice that a server is back
+
+
+def check_can_be_federated(experiment: Experiment) -> None:
+    """Raise a ConfigError if the experiment cannot run between machines."""
+    name, method = experiment.method.name, config_of(experiment)
+    if method.pooled:
+        raise ConfigError(
+            f"'{name}' trains on all data in one place, which a federation between machines exists to avoid. "
+            "Choose another method (`fedmll methods`)."
+        )
+    if any("local-models" in part.provides for part in method.recipe.parts):
+        raise ConfigError(f"'{name}' exchanges nothing, so a server has nothing to do.")
+    if experiment.training.clients_per_batch is not None:
+        raise ConfigError("training.clients_per_batch is for simulations: between machines every site trains alone.")
+    if experiment.model.backbone == "mlp":
+        raise ConfigError("A federation between machines is for images; feature vectors are for `fedmll run`.")
+
+
+def check_can_start_with(experiment: Experiment, settings: ServerSettings) -> None:
+    """Raise a ConfigError if the method needs all clients at the start, and not all are waited for."""
+    opening = [part.name for part in config_of(experiment).recipe.parts if "opening" in part.exchanges]
+    if opening and settings.clients_to_start < len(settings.participants):
+        raise ConfigError(
+            f"'{experiment.method.name}' asks every client once before round 1 ({', '.join(opening)}), so no client "
+            "can join later: leave --start-with out."
+        )
+
+
+def study_digest(experiment: Experiment, clients: int) -> str:
+    """The digest that the sites of such a federation approve (`fedmll join --approve`); no server is needed for it."""
+    check_can_be_federated(experiment)
+    test = load_server_data(experiment, Callback()).test
+    resolved = resolve_for_sites(experiment, test.sample_shape)
+    return build_setup(resolved, test.classes, test.sample_shape, clients).digest
 
 
 def never_ended() -> None:
@@ -87,7 +125,7 @@ def serve(
         settings = replace(settings, keys=str(folder.resolve()))
     RunFolder(out).check_vacant()
     check_address(settings.host, settings.port)
-    data = load_data_of_server(experiment, callback or Callback())
+    data = load_server_data(experiment, callback or Callback())
     with files.explain_full_disk(out, DISK_FULL_ADVICE):
         RunFolder(out).create(resolve_for_sites(experiment, data.test.sample_shape))
         server_settings.write_server_settings(settings, out)
@@ -192,10 +230,9 @@ def _run_federation(
     confirm: Confirm,
 ) -> Result:
     from fedmll.deploy.flower.engine import FlowerEngine
-    from fedmll.deploy.server.site_federation import build_federation, describe_missing_clients
 
     notify, callback, folder = console.notify, console.callback, RunFolder(out)
-    data = load_data_of_server(experiment, callback)
+    data = load_server_data(experiment, callback)
     classes = data.test.classes
     membership = _create_membership(grid, experiment, settings, out, console, data)
     _wait_for_clients(membership, settings, check_alive, server_settings.has_begun(out))
@@ -258,14 +295,12 @@ def _create_membership(
         record=console.record,
         classes=classes,
         frozen={} if private else sketch_frozen_tensors(method.build_model()),
-        label_sets=_read_label_sets(settings, classes) if private else None,
+        # without keys no client is authenticated, so no label set can be registered
+        label_sets=client_keys.read_label_sets(Path(settings.keys), settings.all_names, classes)
+        if private and settings.keys is not None
+        else None,
         exclusions=console.exclusions,
     )
-
-
-def _read_label_sets(settings: ServerSettings, classes: Sequence[str]) -> LabelSets | None:
-    """Without keys no client is authenticated, so no label set can be registered."""
-    return None if settings.keys is None else read_label_sets(Path(settings.keys), settings.all_names, classes)
 
 
 def _wait_for_clients(

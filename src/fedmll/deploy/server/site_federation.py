@@ -1,28 +1,79 @@
-"""The Federation as the server knows it: the sizes and classes of the sites that have joined, and no sample of theirs.
+"""The Federation as the server knows it: its own test data, the sizes and classes of the sites that have joined.
 
-A site that has not joined, or takes no further part, has no samples and no classes; it only keeps its index.
+The server has no sample of a site. A site that has not joined, or takes no further part, has no samples and no classes;
+it only keeps its index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from fedmll.config.experiment import Experiment
-from fedmll.core.errors import ConfigError
+from fedmll.config.settings import NO_DATA
+from fedmll.core.errors import ConfigError, DataError
+from fedmll.data import sources
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
+from fedmll.data.sources import folder
+from fedmll.data.targets import TEST, TRAIN
 from fedmll.deploy.error_codes import JoinRejected, RejectionCode
 from fedmll.deploy.introduction import Introduction
-from fedmll.deploy.server.server_data import ServerData
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.engines.trainer import Trainer
 from fedmll.methods.client_round import ClientInfo
+from fedmll.training.callbacks import Callback
 
 Introductions = Mapping[str, Introduction]  # by name
+
+
+@dataclass(frozen=True)
+class ServerData:
+    """What the server itself has.
+
+    Attributes:
+        test: the test images. Without any it is empty, but has the classes and the shape of the images.
+        unlabelled: images without labels, for methods that use them.
+    """
+
+    test: Dataset
+    unlabelled: Dataset | None
+
+
+def load_server_data(experiment: Experiment, callback: Callback) -> ServerData:
+    """Load what the experiment names as the server's data."""
+    data = experiment.data
+    if data.name == NO_DATA:
+        if experiment.sites is None or data.size is None:
+            raise ConfigError(
+                "data.name = 'none' is for a server without test data. The experiment must then say what the clients "
+                "have: sites.classes = ['…', '…'] and data.size (and sites.channels = 1 for grey images)."
+            )
+        height, width = (data.size, data.size) if isinstance(data.size, int) else data.size
+        store = np.zeros((0, experiment.sites.channels, height, width), np.uint8)
+        classes = experiment.sites.classes
+        return ServerData(Dataset(store, np.zeros((0, len(classes)), np.int8), classes), None)
+    if data.name.startswith("folder:"):
+        file = Path(data.name.partition(":")[2]).expanduser()
+        found = folder.read(file, data.root or file.parent, data.size, data.reading, callback.on_setup_progress)
+        for note in found.notes:
+            callback.on_warning(note)
+        samples = Dataset(found.store, found.table.labels, found.table.classes, found.rows)
+        split = np.full(len(samples), TEST) if found.table.split is None else found.table.split
+        test, train = (samples.subset(np.flatnonzero(split == side)) for side in (TEST, TRAIN))
+        if not len(test):
+            raise DataError(f"The server's own data, {data.name}, has no row with split = test.")
+        return ServerData(test, train if len(train) else None)
+    splits = sources.load(
+        data.name, data.root, data.size, experiment.seed, data.composition, callback.on_setup_progress, data.reading
+    )
+    for note in splits.notes:
+        callback.on_warning(note)
+    return ServerData(splits.test, None)
 
 
 def build_federation(

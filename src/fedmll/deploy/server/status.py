@@ -10,9 +10,10 @@ import ipaddress
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from statistics import median
 from typing import Any
@@ -21,13 +22,39 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.network import parse_address
 from fedmll.data.federation import Federation
-from fedmll.deploy.server import status_page
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.runs.run_folder import MetricsRow
 from fedmll.training.callbacks import INTERRUPTED, Callback, Result
 
 RECENT_ROUNDS = 10  # from which the remaining time is estimated
 REQUEST_SECONDS = 5
+REFRESH_SECONDS = 5
+STATES = ("waiting", "running", "finished", "stopped")
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6875; --line: #dfe4ea; --paper: #fff; --back: #f4f6f8;
+  --good: #137a4b; --bad: #b3261e; --bar: #2563c9; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6eaef; --soft: #9aa7b4; --line: #323c47; --paper: #1b222a;
+  --back: #12171d; --good: #56c596; --bad: #ff8a80; --bar: #7aa7ff; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 28px 20px; }
+h1 { font-size: 22px; margin: 0; } h1 small { color: var(--soft); font-weight: 400; font-size: 15px; }
+section { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px;
+  margin-top: 18px; overflow-x: auto; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 14px; margin: 0; }
+dt { color: var(--soft); font-size: 13px; } dd { margin: 0; font-size: 20px; font-variant-numeric: tabular-nums; }
+.bar { height: 8px; border-radius: 4px; background: var(--line); margin-top: 16px; overflow: hidden; }
+.bar div { height: 100%; background: var(--bar); }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th { text-align: left; color: var(--soft); font-weight: 500; font-size: 13px; white-space: nowrap; }
+th, td { padding: 8px 12px 8px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+tr:last-child td { border-bottom: 0; } td:nth-child(-n+2) { white-space: nowrap; }
+.number { text-align: right; white-space: nowrap; }
+.good { color: var(--good); } .bad { color: var(--bad); } .soft { color: var(--soft); }
+.error { min-width: 220px; overflow-wrap: anywhere; font-size: 14px; }
+footer { color: var(--soft); font-size: 13px; margin-top: 14px; }
+"""
 
 
 @dataclass
@@ -165,9 +192,9 @@ class StatusRequestHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         pages = {
-            "/": ("text/html; charset=utf-8", status_page.render_html),
+            "/": ("text/html; charset=utf-8", render_html),
             "/status.json": ("application/json", lambda status: json.dumps(status, indent=2) + "\n"),
-            "/metrics": ("text/plain; version=0.0.4; charset=utf-8", status_page.render_prometheus),
+            "/metrics": ("text/plain; version=0.0.4; charset=utf-8", render_prometheus),
         }
         path = self.path.partition("?")[0]
         if not self._has_own_host():
@@ -199,3 +226,114 @@ class StatusRequestHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+
+def render_html(status: Mapping[str, Any]) -> str:
+    """The page for the content of /status.json."""
+    done, rounds = status["rounds_done"], status["rounds"]
+    facts = [
+        ("state", status["state"]),
+        ("round", f"{status['round']} of {rounds}"),
+        ("replies", f"{status['replies']} of {status['expected_replies']}"),
+        ("last round", format_duration(status["seconds_per_round"])),
+        (
+            "time left",
+            "about " + format_duration(status["seconds_left"]) if status["seconds_left"] is not None else "–",
+        ),
+        ("from clients", format_size(status["bytes_up"])),
+        ("to clients", format_size(status["bytes_down"])),
+    ]
+    cells = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    reason = f'<p class="bad">{escape(status["reason"])}</p>' if status["reason"] else ""
+    rows = "".join(_row(name, client) for name, client in status["clients"].items())
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
+        f"{done}/{rounds} · fedmll</title>"
+        f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style></head><body><main>"
+        f"<h1>{escape(status['method'])} <small>run {escape(status['run'])}</small></h1>"
+        f'<section><dl>{cells}</dl><div class="bar"><div style="width: {100 * done / max(1, rounds):.1f}%"></div></div>'
+        f"{reason}</section><section><table><thead><tr><th>client</th><th>connection</th>"
+        '<th class="number">images</th><th class="number">last round</th><th class="number">from it</th>'
+        '<th class="number">to it</th><th>last error</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></section>"
+        f"<footer>{time.strftime('%Y-%m-%d %H:%M:%S')} · this page reloads every {REFRESH_SECONDS} s · "
+        "/status.json · /metrics</footer></main></body></html>"
+    )
+
+
+def _row(name: str, client: Mapping[str, Any]) -> str:
+    kind, word = ("good", "connected") if client["connected"] else ("bad", "disconnected")
+    if client["images"] is None:
+        kind, word = "soft", "not joined yet"
+    if client["excluded"]:
+        kind, word = "bad", "excluded"
+    numbers = [
+        "–" if client["images"] is None else str(client["images"]),
+        "–" if client["last_round"] is None else str(client["last_round"]),
+        format_size(client["bytes_up"]),
+        format_size(client["bytes_down"]),
+    ]
+    at = client["last_error_at"]
+    when = "" if at is None else f'<span class="soft">{time.strftime("%H:%M:%S", time.localtime(at))}</span> '
+    return (
+        f'<tr><td>{escape(name)}</td><td class="{kind}">{word}</td>'
+        + "".join(f'<td class="number">{value}</td>' for value in numbers)
+        + f'<td class="error">{when}{escape(client["last_error"])}</td></tr>'
+    )
+
+
+def format_duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def render_prometheus(status: Mapping[str, Any]) -> str:
+    """Prometheus' text format, version 0.0.4. Values that are not known yet are left out."""
+    clients = status["clients"]
+    up, down = {"direction": "up"}, {"direction": "down"}
+    metrics: list[tuple[str, str, str, list[tuple[dict[str, str], float | None]]]] = [
+        ("state", "gauge", "1 for the current state of the run.",
+         [({"state": state}, int(status["state"] == state)) for state in STATES]),
+        ("round", "gauge", "The current round.", [({}, status["round"])]),
+        ("rounds", "gauge", "The number of rounds.", [({}, status["rounds"])]),
+        ("rounds_done", "gauge", "Rounds that are done.", [({}, status["rounds_done"])]),
+        ("round_seconds", "gauge", "Seconds of the last round.", [({}, status["seconds_per_round"])]),
+        ("left_seconds", "gauge", "Seconds left, estimated.", [({}, status["seconds_left"])]),
+        ("client_connected", "gauge", "1: the client is connected.",
+         [({"client": name}, int(client["connected"])) for name, client in clients.items()]),
+        ("client_excluded", "gauge", "1: the operator has excluded the client.",
+         [({"client": name}, int(client["excluded"])) for name, client in clients.items()]),
+        ("client_errors_total", "counter", "Rejected replies, and rounds without the client.",
+         [({"client": name}, client["errors"]) for name, client in clients.items()]),
+        ("client_bytes_total", "counter", "Bytes of tensors and numbers.",
+         [({"client": name, **way}, client[f"bytes_{way['direction']}"])
+          for name, client in clients.items() for way in (up, down)]),
+    ]  # fmt: skip
+    lines = []
+    for name, kind, text, values in metrics:
+        known = [(labels, value) for labels, value in values if value is not None]
+        if known:
+            lines += [f"# HELP fedmll_{name} {text}", f"# TYPE fedmll_{name} {kind}"]
+            lines += [f"fedmll_{name}{_labels(labels)} {value:.15g}" for labels, value in known]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    def quoted(text: str) -> str:
+        return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+    return "{" + ",".join(f'{name}="{quoted(value)}"' for name, value in labels.items()) + "}" if labels else ""

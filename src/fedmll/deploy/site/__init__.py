@@ -7,10 +7,8 @@ worker            what a site does for the server: introduce itself, train, eval
 site_config       the site's configuration and limits (Site, SiteLimits), site.json
 site_data         the site's images and labels, prepared for a study
 site_folder       the site's own folder (--state-dir)
-approval          a person approves every study
-setup_record      a join answers one setup only
+approval          a person approves every study, and a join answers one setup only
 released_counts   which label counts have left the site
 memory_estimate   how much memory a study needs
-local_baseline    the model that the site could have trained alone
-benefit_report    compares the federated model with the local one: site-report.html
+benefit_report    compares the federated model with one that the site trains alone: site-report.html
 """

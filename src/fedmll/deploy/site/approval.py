@@ -2,6 +2,10 @@
 
 At a terminal the study is shown and asked for once; `approved.json` records its digest. Or the operator approves a
 study in advance by its digest (`--approve`).
+
+A join answers one setup only. A file next to the site file records the first setup that was answered, and the answer
+(`SetupRecord`). Otherwise a server could compare the answers to several setups (for example with several hold-out
+shares), and a difference can be one patient.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedmll.core import files
 from fedmll.core.confirmation import Confirm, confirm_at_terminal
@@ -25,6 +31,8 @@ from fedmll.methods.task import Task
 
 FILE = "approved.json"
 MAX_APPROVED = 100  # the latest ones are kept
+SETUP_SUFFIX = ".setup"  # of the record of the setup that a join has answered
+MAX_NAMED = 8  # settings that an error message names
 SMALL_BATCH, LARGE_SHARE = 8, 0.5  # values beyond these are marked as unusual
 
 
@@ -141,3 +149,64 @@ def _sends_reply(part: Part) -> bool:
     kind = type(part)
     has_spec = bool(part.sums) or overrides(kind, "reply_spec")
     return has_spec and (overrides(kind, "on_round_end") or overrides(kind, "collect_statistics"))
+
+
+@dataclass(frozen=True)
+class SetupRecord:
+    """What the server asked for (`setup`), and the introduction that was sent (`answer`; None: not sent yet)."""
+
+    setup: dict[str, Any]
+    answer: dict[str, Any] | None = None
+
+    def check_same_setup(self, setup: dict[str, Any]) -> None:
+        """Raise a SiteError if this is not the setup that was answered."""
+        names = find_differences(self.setup, setup)
+        if names:
+            shown = ", ".join(name.removeprefix("experiment.") for name in names[:MAX_NAMED])
+            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            raise SiteError(
+                SiteErrorCode.SETUP,
+                f"The server asks for a different setup than the one that this join has answered; {shown}{more} "
+                "changed. A join answers one setup only. If the study changed, stop this join, ask the server's "
+                "operator why, and join again: you then approve the new study.",
+            )
+
+
+def delete_setup_record(site_file: Path) -> None:
+    """A new join starts: no setup was answered yet."""
+    _setup_path(site_file).unlink(missing_ok=True)
+
+
+def read_setup_record(site_file: Path) -> SetupRecord | None:
+    """The record of the current join; None: no setup was answered yet."""
+    try:
+        values = json.loads(_setup_path(site_file).read_text())
+        return SetupRecord(values["setup"], values["answer"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError):
+        raise SiteError(
+            SiteErrorCode.SETUP,
+            f"{_setup_path(site_file)}, which records the setup that this join has answered, cannot be read. Stop this "
+            "join and join again.",
+        ) from None
+
+
+def write_setup_record(site_file: Path, record: SetupRecord) -> None:
+    files.write_atomic(_setup_path(site_file), json.dumps({"setup": record.setup, "answer": record.answer}))
+
+
+def find_differences(one: Any, other: Any, name: str = "") -> list[str]:
+    """The names of the settings that differ. 1, 1.0 and true are different values, as in a digest."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = sorted({*one, *other}, key=str)
+        return [
+            found
+            for key in keys
+            for found in find_differences(one.get(key), other.get(key), f"{name}.{key}".strip("."))
+        ]
+    return [] if json.dumps(one) == json.dumps(other) else [name]
+
+
+def _setup_path(site_file: Path) -> Path:
+    return site_file.with_suffix(SETUP_SUFFIX)

@@ -1,22 +1,29 @@
-"""Did the site benefit from joining? After the run a site trains a local model (local_baseline.py) and compares it with
-the federated model on its own test data: `site-report.html`. Nothing of it leaves the site.
+"""Did the site benefit from joining? `site-report.html` compares the federated model with a local baseline.
+
+After the run the site trains the local baseline: the federation's experiment with this site as the only client, with
+the same method, head, seed, rounds and epochs. Both models are tested on the site's own test data. Nothing of it leaves
+the site.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from fedmll.comparison.plan import parse_variant
+from fedmll.config.experiment import Experiment
 from fedmll.core import files
-from fedmll.core.errors import FedmllError
-from fedmll.data.federation import split_holdout
-from fedmll.data.images.cache import Progress, no_progress
+from fedmll.core.errors import ConfigError, FedmllError
+from fedmll.data.dataset import Dataset
+from fedmll.data.federation import Federation, split_holdout
+from fedmll.data.images.cache import Progress, image_cache_in, no_progress
 from fedmll.deploy.site import site_folder
-from fedmll.deploy.site.local_baseline import train_local_baseline
 from fedmll.deploy.site.worker import SiteWorker
 from fedmll.evaluation.bootstrap import ModelOutput, PairedComparison, has_enough_samples
 from fedmll.evaluation.calibration import apply_calibration, no_calibration
@@ -32,11 +39,14 @@ from fedmll.reports.site_report import (
     describe_verdict,
     render_site_report,
 )
-from fedmll.runs.run_folder import MODEL_FILE
+from fedmll.runs.run_folder import MODEL_FILE, MetricsRow, RunFolder
+from fedmll.training import round_loop
+from fedmll.training.callbacks import Callback
 
 REPORT_FILE = "site-report.html"
 TUNED_MODEL_FILE = "model-tuned.safetensors"  # the federated model with the site's own thresholds and calibration
 HALF = 0.5
+FALLBACK_METHOD = "fedavg-pl"  # with one client: training on the known labels, and nothing else
 
 Scores = NDArray[np.floating]
 Rows = NDArray[np.int64]
@@ -199,3 +209,86 @@ def _tuning_note(labels: NDArray[np.int8], classes: tuple[str, ...]) -> str:
     few = [name for name, enough in zip(classes, has_enough_samples(labels), strict=True) if not enough]
     text = "Tuned models have the thresholds with the highest F1 and Platt calibration, for each class."
     return f"{text} Not tuned, because there are too few images: {', '.join(few)}." if few else text
+
+
+class _RoundProgress(Callback):
+    def __init__(self, rounds: int, progress: Progress) -> None:
+        self.rounds, self.progress = rounds, progress
+
+    def on_setup_progress(self, done: int, total: int, what: str) -> None:
+        self.progress(done, total, what)
+
+    def on_round_end(self, row: MetricsRow) -> None:
+        self.progress(row["round"], self.rounds, "training your local model")
+
+
+def train_local_baseline(
+    worker: SiteWorker, validation: NDArray[np.int64], progress: Progress
+) -> tuple[NDArray[np.float32], str | None]:
+    """Train a model on the site's own data.
+
+    Args:
+        worker: the site after the run.
+        validation: rows of the held-out data that select the best round, if the experiment keeps the best one.
+        progress: called after every round.
+
+    Returns:
+        The predictions for the held-out data, (N, number of classes that the site annotates); and, if the method does
+        not work with one client, a sentence on what was trained instead.
+    """
+    task, site = worker.trainer.task, worker.site
+    columns = np.flatnonzero(worker.data.annotated)
+    train, held_out = worker.data.train.select_classes(columns), worker.data.held_out.select_classes(columns)
+    experiment = task.experiment.changed(
+        {
+            "engine.workers": 0,
+            "engine.device": site.device,
+            "participation.fraction": 1.0,
+            "participation.count": None,
+        }
+        | ({} if task.experiment.training.keep == "best" else {"engine.evaluate_every": max(1, task.rounds)})
+    )
+    data = _single_client_federation(experiment, site.name, train, held_out, validation)
+    threads = torch.get_num_threads()
+    cache = image_cache_in(site.state_dir / site_folder.CACHE)
+    with site_folder.private_files(), cache, tempfile.TemporaryDirectory(dir=site.state_dir) as folder:
+        try:
+            return _train_and_predict(data, Path(folder) / "run", progress), None
+        except ConfigError as error:
+            fallback = data.with_experiment(experiment.changed(parse_variant(FALLBACK_METHOD).overrides))
+            note = (
+                f"'{experiment.method.name}' does not work with one client ({error}), so '{FALLBACK_METHOD}' was used"
+            )
+            return _train_and_predict(fallback, Path(folder) / "fallback", progress), note
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _train_and_predict(data: Federation, out: Path, progress: Progress) -> NDArray[np.float32]:
+    rounds = data.experiment.training.rounds
+    round_loop.run(data.experiment, out, callback=_RoundProgress(rounds, progress), prepared=data)
+    return RunFolder(out).read_predictions("test").probabilities
+
+
+def _single_client_federation(
+    experiment: Experiment, name: str, train: Dataset, held_out: Dataset, validation: NDArray[np.int64]
+) -> Federation:
+    all_classes = np.ones((1, len(train.classes)), bool)
+    return Federation(
+        experiment=experiment,
+        train=train,
+        true_labels=train.labels,
+        test=held_out,
+        validation=held_out.subset(validation),
+        held_out=held_out.subset(validation[:0]),
+        held_out_owners=np.zeros(0, np.int64),
+        names=(name,),
+        samples=(np.arange(len(train)),),
+        annotated=all_classes,
+        allowed=all_classes,
+        report={},
+        server=None,
+        source=train,
+        pooled_rows=np.arange(len(train)),
+        derived_settings={},
+    )

@@ -128,7 +128,7 @@ def _check_class_names(table: LabelTable, classes: Sequence[str]) -> list[CheckR
 
 def _show_digest(study: Experiment, clients: int | None) -> CheckResult:
     """The digest that `join --approve` takes, if the study's file determines everything that a site agrees to."""
-    from fedmll.deploy.server.study import study_digest
+    from fedmll.deploy.server.serve import study_digest
 
     elsewhere = "`fedmll server` and `fedmll join` show the digest of the study"
     if study.data.name != NO_DATA:

@@ -11,7 +11,7 @@ from fedmll.config.settings import ReadingOptions
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
-from fedmll.deploy.site import setup_record
+from fedmll.deploy.site.approval import delete_setup_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Site:
 
 def write_site_file(site: Site, path: Path) -> None:
     """Write the site to a JSON file, from which Flower's runtimes take it. A new join starts: no setup is answered."""
-    setup_record.delete_setup_record(path)
+    delete_setup_record(path)
     files.write_atomic(path, json.dumps(asdict(site), default=str))
 
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import DataError
 from fedmll.core.text import suggest
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
 from fedmll.data.federation import split_holdout
 from fedmll.data.images.cache import Progress, no_progress
-from fedmll.data.images.decode import Size, as_8_bit, map_images, open_image, run_all, scan_images, window_note
+from fedmll.data.images.decode import as_8_bit, map_images, open_image, run_all, scan_images, window_note
 from fedmll.data.images.labels_csv import LabelTable, read_labels
 from fedmll.data.images.problems import check_readable, describe_skipped
 from fedmll.data.sources import folder
-from fedmll.data.sources.labelled_images import LabelledImages, encoded_images
-from fedmll.data.targets import TEST, TRAIN, VALIDATION
+from fedmll.data.sources.labelled_images import encoded_images
+from fedmll.data.targets import TRAIN, VALIDATION
 from fedmll.deploy.site.site_config import Site
 
 CHUNK = 256  # images in memory while all images are examined
@@ -194,21 +192,6 @@ def check_known_classes(site: Site, site_classes: Sequence[str], classes: Sequen
 def _letters(name: str) -> str:
     """Only letters and digits, in lower case: spellings differ in the rest."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
-def load_server_data(
-    file: Path, images: Path | None, size: Size, reading: ReadingOptions | None = None, progress: Progress = no_progress
-) -> tuple[Dataset, Dataset, LabelledImages]:
-    """Data in a folder of the server.
-
-    Returns:
-        The test data (rows with split = test, or all rows if there is no split), the rows with split = train, and the
-        images with their labels as they were read.
-    """
-    found = folder.read(file, images or file.parent, size, reading, progress)
-    samples = Dataset(found.store, found.table.labels, found.table.classes, found.rows)
-    split = np.full(len(samples), TEST) if found.table.split is None else found.table.split
-    return samples.subset(np.flatnonzero(split == TEST)), samples.subset(np.flatnonzero(split == TRAIN)), found
 
 
 def read_site_labels(site: Site) -> LabelTable:

@@ -23,11 +23,11 @@ from fedmll.data.fingerprint import compute_digest
 from fedmll.data.images.cache import image_cache_in, no_progress
 from fedmll.deploy import label_counts, model_delivery
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
+from fedmll.deploy.experiment_for_sites import StudySetup
 from fedmll.deploy.file_references import resolve_files
 from fedmll.deploy.site import approval, released_counts, site_data, site_folder
 from fedmll.deploy.site.memory_estimate import GIGABYTE, estimate_memory, find_feature_width
 from fedmll.deploy.site.site_config import Site
-from fedmll.deploy.study_setup import StudySetup
 from fedmll.engines.client_state import ClientStateStore
 from fedmll.engines.local import choose_device
 from fedmll.engines.trainer import Trainer, with_tokens

@@ -1,16 +1,25 @@
-"""The setup of a study: what a server asks its sites to take part in, and the digest that a site approves."""
+"""The experiment as its sites receive it: the setup of a study, and the digest that a site approves."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from fedmll.config.experiment import Experiment
+from fedmll.config.settings import NO_DATA
 from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable
+from fedmll.data import federation
+from fedmll.deploy import file_references
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
+from fedmll.methods import build_method, config_of
+from fedmll.methods.task import Task
 
 DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -68,6 +77,36 @@ class StudySetup:
         if len(sides) != 3 or not all(type(side) is int and side > 0 for side in sides):
             raise SiteError(SiteErrorCode.MESSAGE, "The server's image size cannot be read.")
         return found
+
+
+def resolve_for_sites(experiment: Experiment, shape: tuple[int, ...]) -> Experiment:
+    """The experiment with all settings that must be the same at every site."""
+    return experiment.settled(federation.derive_settings(shape, has_validation=False) | {"partition.kind": "natural"})
+
+
+def settings_for_sites(experiment: Experiment) -> dict[str, Any]:
+    """The settings that sites receive: not where the server's data is, and none of the server's own settings."""
+    values: dict[str, Any] = json.loads(
+        experiment.model_dump_json(exclude_none=True, exclude={"data", "sites", "engine", "plugins"})
+    )
+    name = values["method"].pop("name")
+    values["method"] = {"name": name} | config_of(experiment).values_for_sites(values["method"])
+    values["partition"].pop("server")
+    return file_references.replace_files_by_digests(values) | {"data": {"name": NO_DATA}}
+
+
+def build_setup(
+    experiment: Experiment, classes: Sequence[str], shape: tuple[int, ...], clients: int, run: str = ""
+) -> StudySetup:
+    """The setup of an experiment that `resolve_for_sites` returned; `shape` is that of an image."""
+    method = build_method(Task(experiment, tuple(classes), shape, clients, torch.device("cpu")))
+    return StudySetup(
+        run=run,
+        experiment=settings_for_sites(experiment),
+        classes=None if method.has("private-labels") else tuple(classes),
+        shape=shape,
+        clients=clients,
+    )
 
 
 def compute_study_digest(study: dict[str, Any]) -> str:
