@@ -127,7 +127,7 @@ def write_hdf5(file: Path, sparse: bool, users: int = USERS, images: int = IMAGE
 def measure_opening(root: Path, kind: str) -> None:
     """Print the cost of opening the data, and how many images a round of 50 users reads."""
     from fedmll.data import participation
-    from fedmll.data.images.lazy_images import LazyImages
+    from fedmll.data.images.decode import LazyImages
     from fedmll.data.sources import load
 
     before, begin = time.process_time(), time.perf_counter()

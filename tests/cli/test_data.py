@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fedmll.cli.main import app
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError, DataError
-from fedmll.data import published_datasets
+from fedmll.data import sources
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.sources import load
 from fedmll.data.sources.base import DownloadableFile, Source
@@ -67,11 +67,9 @@ def test_check_compares_with_what_is_published(tmp_path: Path, monkeypatch: pyte
 
 def test_counts_of_sets_without_a_split_are_of_both_parts() -> None:
     splits = load("digits")
-    assert published_datasets.compare_counts("digits", splits) == [
-        published_datasets.SampleCount("train and test", 1797, 1797)
-    ]
-    assert [count.published for count in published_datasets.compare_counts("ml-digits", splits)] == [None, None]
-    assert not published_datasets.SampleCount("train", 3, 4).agrees
+    assert sources.compare_counts("digits", splits) == [sources.SampleCount("train and test", 1797, 1797)]
+    assert [count.published for count in sources.compare_counts("ml-digits", splits)] == [None, None]
+    assert not sources.SampleCount("train", 3, 4).agrees
 
 
 def test_show_draws_the_images_with_their_labels(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import small
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fedmll.core.errors import ConfigError
-from fedmll.data.annotation import annotate, withhold
+from fedmll.data.annotation import annotate
+from fedmll.data.federation import build
 
 
 def test_none_withholds_nothing_and_costs_nothing() -> None:
@@ -78,10 +80,10 @@ def test_what_leaves_a_class_to_nobody_is_refused(kind: str, clients: int, missi
     assert hint in str(error.value) and "\n" not in str(error.value)
 
 
-def test_withheld_targets_are_unknown_and_the_others_as_they_were() -> None:
-    labels = np.array([[1, 0, 1, -1], [0, 1, -1, 0]], dtype=np.int8)
-    result = withhold(labels, np.array([True, False, False, True]))
-    assert result.tolist() == [[1, -1, -1, -1], [0, -1, -1, 0]]
-    assert result.dtype == np.int8
-    assert labels.tolist() == [[1, 0, 1, -1], [0, 1, -1, 0]]
-    assert withhold(labels, np.ones(4, dtype=bool)) is labels
+def test_targets_of_other_classes_are_unknown_and_all_others_are_unchanged() -> None:
+    built = build(small(partition__clients=5, annotation__kind="missing", annotation__missing=4))
+    for client, rows in enumerate(built.samples):
+        known = built.annotated[client]
+        assert known.sum() == 6
+        assert (built.train.labels[rows][:, ~known] == -1).all()
+        assert np.array_equal(built.train.labels[rows][:, known], built.true_labels[rows][:, known])

@@ -21,7 +21,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import DataError
 from fedmll.data import federation, participation
 from fedmll.data.dataset import Dataset
-from fedmll.data.images import lazy_images
+from fedmll.data.images import decode as image_decoding
 from fedmll.data.sources import load
 from fedmll.testing import experiment
 
@@ -117,9 +117,9 @@ def test_every_layout_gives_the_same_users_images_and_labels(tmp_path: Path, mak
 def test_only_the_images_that_are_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw(tmp_path)
     opened: list[str] = []
-    decode = lazy_images.decode_image
+    decode = image_decoding.decode_image
     monkeypatch.setattr(
-        lazy_images, "decode_image", lambda file, shape: (opened.append(file.stem), decode(file, shape))[1]
+        image_decoding, "decode_image", lambda file, shape: (opened.append(file.stem), decode(file, shape))[1]
     )
     made = Experiment().changed({"data.name": "flair:coarse", "data.root": str(tmp_path), "training.rounds": 1})
     found = federation.build(made)
@@ -340,7 +340,7 @@ def test_broken_hub_datasets_are_explained(tmp_path: Path) -> None:
 def test_a_lazy_store_is_indexed_as_the_array_it_stands_for() -> None:
     images = np.random.default_rng(0).integers(256, size=(5, 6, 4, 3), dtype=np.uint8)
     whole = images.transpose(0, 3, 1, 2)
-    store: Any = lazy_images.LazyImages("key", (5, 3, 6, 4), lambda row: images[row])
+    store: Any = image_decoding.LazyImages("key", (5, 3, 6, 4), lambda row: images[row])
     for rows in (slice(1, 4), np.array([3, 0, 3]), np.array([], dtype=np.int64), [True, False, True, False, False], 2):
         assert np.array_equal(store[rows], whole[rows])
     data = Dataset(store, np.zeros((5, 1), np.int8), ("a",)).subset(np.array([4, 1]))

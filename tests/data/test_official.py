@@ -76,7 +76,7 @@ def image_gone(root: Path, made: Made) -> str:
 def wrong_header(root: Path, made: Made) -> str:
     if made.header is None:
         (root / made.labels).write_text("000005 yes\n000007 1\n")
-        return "says neither 1, -1 nor 0 of 1 images: '000005'"
+        return "has no 1, -1 or 0 for 1 images: '000005'"
     place = root / made.labels
     text = place.read_text()
     assert made.header[0] in text
@@ -162,7 +162,9 @@ def test_coco_annotations_of_unknown_images_and_other_categories_are_named(tmp_p
     made = official.coco2014(tmp_path)
     file = tmp_path / made.labels
     file.write_text(file.read_text().replace('"image_id": 25', '"image_id": 26'))
-    with pytest.raises(DataError, match="1 annotations are of images or categories it lacks: image 26, category 90"):
+    with pytest.raises(
+        DataError, match="1 annotations have an image or category that is not listed: image 26, category 90"
+    ):
         load(made.name, tmp_path)
 
 

@@ -16,8 +16,8 @@ from fedmll.config.experiment import Experiment
 from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data import federation
-from fedmll.data.images.pack import pack
 from fedmll.data.sources import load
+from fedmll.data.sources.packed import pack
 from fedmll.deploy.site import site_data
 from fedmll.deploy.site.site_config import Site, read_site_file, write_site_file
 from fedmll.training.round_loop import resume

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from fedmll.cli.main import app
 from fedmll.core.errors import ConfigError
-from fedmll.data import feature_skew, federation
+from fedmll.data import federation
+from fedmll.data.partition import APPEARANCES, change_appearance
 from fedmll.data.partition_file import write_partition_file
 from fedmll.training import round_loop
 
@@ -118,15 +119,13 @@ def test_every_client_has_a_look_and_nothing_else_changes() -> None:
     assert sum(map(len, found.samples)) == sum(map(len, plain.samples))
     divided = federation.divide(found.experiment, plain.train)
     assert divided.appearances is not None
-    counts = np.bincount(divided.appearances, minlength=len(feature_skew.APPEARANCES))
+    counts = np.bincount(divided.appearances, minlength=len(APPEARANCES))
     assert counts.min() == 1 and counts.max() == 2
     assert np.array_equal(found.test.samples(slice(None)), plain.test.samples(slice(None)))
     assert np.array_equal(found.true_labels, plain.true_labels)
     for rows, look in zip(found.samples, divided.appearances, strict=True):
         before = plain.train.samples(rows)
-        assert np.array_equal(
-            found.train.samples(rows), feature_skew.change_appearance(before, feature_skew.APPEARANCES[look])
-        )
+        assert np.array_equal(found.train.samples(rows), change_appearance(before, APPEARANCES[look]))
     again = federation.build(small(partition__kind="feature-skew", partition__clients=8))
     assert again.fingerprints == found.fingerprints
     assert found.fingerprints["training"]["images"] != plain.fingerprints["training"]["images"]
@@ -135,13 +134,13 @@ def test_every_client_has_a_look_and_nothing_else_changes() -> None:
 def test_looks_are_what_they_are_called() -> None:
     images = np.random.default_rng(0).integers(256, size=(2, 3, 8, 12), dtype=np.uint8)
     values = images / 255
-    assert np.array_equal(feature_skew.change_appearance(images, "plain"), images)
-    assert np.abs(feature_skew.change_appearance(images, "dark") - 255 * values**2).max() <= 0.5
-    assert np.abs(feature_skew.change_appearance(images, "bright") - 255 * np.sqrt(values)).max() <= 0.5
-    assert np.abs(feature_skew.change_appearance(images, "flat") - (64 + images / 2)).max() <= 0.5
+    assert np.array_equal(change_appearance(images, "plain"), images)
+    assert np.abs(change_appearance(images, "dark") - 255 * values**2).max() <= 0.5
+    assert np.abs(change_appearance(images, "bright") - 255 * np.sqrt(values)).max() <= 0.5
+    assert np.abs(change_appearance(images, "flat") - (64 + images / 2)).max() <= 0.5
     blurred = Image.fromarray(images[1, 2]).filter(ImageFilter.BoxBlur(1))
-    assert np.array_equal(feature_skew.change_appearance(images, "blurred")[1, 2], np.asarray(blurred))
-    coarse = feature_skew.change_appearance(images, "coarse")[0, 0]
+    assert np.array_equal(change_appearance(images, "blurred")[1, 2], np.asarray(blurred))
+    coarse = change_appearance(images, "coarse")[0, 0]
     assert len(np.unique(coarse[:4, :4])) == 1
     assert abs(int(coarse[0, 0]) - images[0, 0, :4, :4].mean()) <= 1
 

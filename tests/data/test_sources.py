@@ -20,9 +20,9 @@ from sklearn.datasets import load_digits
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.dataset import Dataset
 from fedmll.data.images.labels_csv import read_labels
-from fedmll.data.images.pack import pack
 from fedmll.data.sources import describe_sources, fashion_mnist, load
 from fedmll.data.sources.digits import read as read_digits
+from fedmll.data.sources.packed import pack
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
 

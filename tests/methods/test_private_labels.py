@@ -25,7 +25,7 @@ from fedmll.core.message import Message
 from fedmll.core.processes import single_thread
 from fedmll.data import federation
 from fedmll.data.dataset import Dataset
-from fedmll.data.images.unlabelled_folder import read_images
+from fedmll.data.images.decode import read_images
 from fedmll.engines.trainer import Trainer
 from fedmll.methods.client_round import Client, ClientInfo, TrainStep
 from fedmll.methods.parts.central_tuning import CentralTuning

@@ -12,7 +12,7 @@ from PIL import Image
 
 from fedmll.core.errors import ConfigError
 from fedmll.data.dataset import Dataset
-from fedmll.data.images.lazy_images import LazyImages
+from fedmll.data.images.decode import LazyImages
 from fedmll.reports.figures.mistakes import Mistake, find_mistakes, load_images, write_mistake_sheet
 from fedmll.runs.predictions import Predictions
 

@@ -165,7 +165,7 @@ def pack_data(
     """Pack a folder of images and its CSV into one file, for --data packed:FILE.npz."""
     from fedmll.cli.display import RunProgress
     from fedmll.config.settings import ReadingOptions
-    from fedmll.data.images.pack import pack
+    from fedmll.data.sources.packed import pack
 
     reading = ReadingOptions(
         classes=split_names(classes),
@@ -229,7 +229,7 @@ def get_data(
     Example:  [bold]fedmll data get voc:2007 --root DATA[/]
     """
     from fedmll.core.download import download_file
-    from fedmll.data.published_datasets import find_downloads, unpack
+    from fedmll.data.sources import find_downloads, unpack
 
     wanted = find_downloads(name)
     root.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ def check_data(
 
     Exit code 1: the counts differ.
     """
-    from fedmll.data.published_datasets import compare_counts
+    from fedmll.data.sources import compare_counts
 
     load_plugin_files(plugins)
     splits = load_splits(name, root, skip_unreadable, settings)

@@ -36,7 +36,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "pixels": ("fedmll.models.pretrained_weights", "fedmll.models.backbones.vit"),
     "layout": ("fedmll.models.backbones.vit",),
     "source": ("fedmll.data.sources",),
-    "partition": ("fedmll.data.partition", "fedmll.data.partition_file", "fedmll.data.feature_skew"),
+    "partition": ("fedmll.data.partition", "fedmll.data.partition_file"),
     "annotation": ("fedmll.data.annotation",),
     "augmentation": ("fedmll.data.images.augmentation",),
     "metric": ("fedmll.evaluation.metrics",),

@@ -1,14 +1,13 @@
 """Data: from files to a federation of clients. Start with `federation.build`.
 
 - `dataset` — `Dataset` and `Splits`: samples, three-valued targets (1 present, 0 absent, -1 unknown), class names
-- `sources/` — one module per dataset or file format; `sources.load(name)`
+- `sources/` — one module per dataset or file format; `sources.load(name)`, published sample counts, downloads
 - `images/` — decoding, cache, augmentation, labels files
 - `targets` — targets of sources, random splits
 - `composite` — multi-label images made of single-label images
-- `partition` — which client gets which samples; `sample_assignment` (its algorithm), `feature_skew`, `partition_file`
+- `partition` — which client gets which samples; `sample_assignment` (its algorithm), `partition_file`
 - `annotation` — which client annotates which classes
 - `participation` — which clients take part in a round
 - `federation` — `Federation`: all of the above for one experiment
 - `fingerprint` — recognise the data of an earlier run
-- `published_datasets` — published sample counts and downloads
 """

@@ -9,7 +9,6 @@ from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 from fedmll.core.registry import register
 from fedmll.core.seeding import numpy_generator
-from fedmll.data.dataset import UNKNOWN
 
 
 def annotate(kind: str, clients: int, classes: int, seed: int, missing: int = 0) -> NDArray[np.bool_]:
@@ -59,10 +58,3 @@ def some_missing(clients: int, classes: int, seed: int, missing: int) -> NDArray
         place = rng.integers(len(shared_client))
         known[shared_client[place], [shared_class[place], orphan]] = False, True
     return known
-
-
-def withhold(labels: NDArray[np.int8], known_row: NDArray[np.bool_]) -> NDArray[np.int8]:
-    """One client's targets with -1 in the classes it does not annotate; the input itself if it annotates all."""
-    if known_row.all():
-        return labels
-    return np.where(known_row, labels, np.int8(UNKNOWN))

@@ -29,7 +29,7 @@ class Dataset:
 
     Attributes:
         store: uint8 (M, channels, height, width), or float32 (M, width) for feature vectors; or an object that is
-            indexed like such an array and decodes images on demand (`images.lazy_images`).
+            indexed like such an array and decodes images on demand (`images.decode.LazyImages`).
         labels: int8 (N, C), the targets in the order of `rows`: 1 present, 0 absent, -1 unknown.
         classes: the names of the C classes.
         rows: int64 (N,), the position of each sample in the store.

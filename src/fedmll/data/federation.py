@@ -15,10 +15,9 @@ from fedmll.core.errors import ConfigError
 from fedmll.core.seeding import numpy_generator
 from fedmll.data import annotation, participation, sources
 from fedmll.data.dataset import UNKNOWN, Dataset, Splits
-from fedmll.data.feature_skew import apply_feature_skew
 from fedmll.data.fingerprint import Fingerprint, compute_fingerprints
 from fedmll.data.images.cache import Progress, no_progress
-from fedmll.data.partition import Partition, partition
+from fedmll.data.partition import Partition, apply_feature_skew, partition
 from fedmll.data.targets import choose_whole_groups
 
 HOLDOUT = 0.1  # the fraction that clients hold out if the source has no validation data

@@ -20,7 +20,8 @@ from PIL import Image
 
 from fedmll.core import files
 from fedmll.core.errors import ConfigError, DataError
-from fedmll.data.images.decode import WIDE_MODES, Window, decode_image, open_image
+from fedmll.data.images.decode import Window, decode_image
+from fedmll.data.images.formats import WIDE_MODES, open_image
 
 Pixels = NDArray[np.uint8]
 

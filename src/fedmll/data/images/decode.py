@@ -8,9 +8,8 @@ into 16. For 32-bit pixels the white value is unknown, so they need a window.
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ from PIL import Image
 
 from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import ConfigError, DataError
-from fedmll.data.images import dicom
 from fedmll.data.images.cache import (
     Progress,
     Shape,
@@ -33,13 +31,12 @@ from fedmll.data.images.cache import (
     no_progress,
     store_json,
 )
+from fedmll.data.images.formats import GREY_MODES, IMAGE_ERRORS, WIDE_MODES, find_images, open_image
+from fedmll.data.images.problems import Problems
 
 LARGEST_NATIVE_SIDE = 128  # images that all have one size up to this keep it
 DEFAULT_SIDE = 112  # other images become squares of this side by default
 CHUNK = 256  # images per thread and task
-
-GREY_MODES = ("1", "L", "LA", "I;16", "I;16L", "I;16B", "I;16N", "I", "F")
-WIDE_MODES = ("I", "F")  # 32-bit samples
 WHITE_16_BIT = 65535.0
 
 Result = TypeVar("Result")
@@ -86,8 +83,7 @@ class ImageScan:
             if not self.deep and not self.wide:
                 raise ConfigError(
                     f"{reading.setting('window')} is for images with more than 8 bits per pixel, and these have 8. "
-                    "Leave "
-                    "it out."
+                    "Leave it out."
                 )
             return reading.window
         return (0.0, float(2 ** max(8, self.brightest.bit_length()) - 1)) if self.deep else None
@@ -158,18 +154,13 @@ def decoded_images(
     scan = _scan_from_json(cached_json(content_key(key, "look"), scan_as_json))
     window, sides = scan.window(reading), scan.sides(size)
     rejected = scan.rejected(reading)
-    pixels = content_key(key, "pixels", sides, window)
+    pixels = content_key(key, "pixels", sides, window, sorted(rejected))
 
     def prepare() -> tuple[Shape, Callable[[NDArray[np.uint8]], None]]:
         images = encoded()
-        failures: dict[int, str] = {}
 
         def fill(array: NDArray[np.uint8]) -> None:
-            def decode(position: int) -> None:
-                if position not in rejected:
-                    array[position] = decode_image(images.read(position), array.shape[1:], window)
-
-            run_all(map_images(images, decode, progress, "decoding images", failures))
+            failures = decode_into(array, images, window, rejected, progress, "decoding images")
             store_json(f"{pixels}-failures", failures)  # first, so that it exists whenever the images exist
 
         return (images.count, 1 if scan.grey else 3, *sides), fill
@@ -182,7 +173,28 @@ def decoded_images(
     return DecodedImages(store, unreadable, known, scan.notes(sides, window))
 
 
-def decode_image(source: Path | bytes, shape: tuple[int, ...], window: Window | None = None) -> NDArray[np.uint8]:
+def decode_into(
+    array: NDArray[np.uint8],
+    images: EncodedImages,
+    window: Window | None,
+    rejected: Collection[int],
+    progress: Progress,
+    what: str,
+) -> dict[int, str]:
+    """Decode all images, except the rejected ones, into an array. Returns why others could not be decoded."""
+    failures: dict[int, str] = {}
+
+    def decode(position: int) -> None:
+        if position not in rejected:
+            array[position] = decode_image(images.read(position), array.shape[1:], window)
+
+    run_all(map_images(images, decode, progress, what, failures))
+    return failures
+
+
+def decode_image(
+    source: Path | bytes | NDArray[np.uint8], shape: tuple[int, ...], window: Window | None = None
+) -> NDArray[np.uint8]:
     """Decode one image to `shape` (channels, height, width); resized with Pillow's bilinear filter if the size
     differs."""
     channels, height, width = shape
@@ -192,6 +204,48 @@ def decode_image(source: Path | bytes, shape: tuple[int, ...], window: Window | 
         pixels = pixels.resize((width, height), Image.Resampling.BILINEAR)
     array = np.asarray(pixels)
     return array[None] if channels == 1 else array.transpose(2, 0, 1)
+
+
+class LazyImages:
+    """Behaves like a uint8 array (N, channels, height, width), but decodes the rows of `images[rows]` on demand.
+
+    For sets that are too large for the cache.
+
+    Args:
+        key: the cache key of the images; it changes when an image changes.
+        shape: (N, channels, height, width).
+        read: returns the image of a row as a file, as encoded bytes, or as pixels (height, width, channels). The image
+            is resized if its size differs.
+    """
+
+    dtype = np.dtype(np.uint8)
+    ndim = 4
+    itemsize = 1
+
+    def __init__(self, key: str, shape: Shape, read: Callable[[int], Any]) -> None:
+        self.key, self.shape, self.read = key, shape, read
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> NDArray[np.uint8]:
+        wanted = np.arange(len(self))[rows]
+        if wanted.ndim == 0:
+            return self._image(int(wanted))
+        images = np.empty((len(wanted), *self.shape[1:]), dtype=np.uint8)
+        for place, row in enumerate(wanted.tolist()):
+            images[place] = self._image(row)
+        return images
+
+    def _image(self, row: int) -> NDArray[np.uint8]:
+        source = self.read(row)
+        try:
+            return decode_image(source, self.shape[1:])
+        except IMAGE_ERRORS as error:
+            name = f"'{source}'" if isinstance(source, Path) else "an image inside a file"
+            raise DataError(
+                f"{name} cannot be decoded ({error}). Replace it and continue with `fedmll resume`."
+            ) from None
 
 
 def as_8_bit(image: Image.Image, mode: str, window: Window | None = None) -> Image.Image:
@@ -233,10 +287,20 @@ def resized(images: NDArray[np.uint8], size: Size, progress: Progress = no_progr
     return in_memory_or_cached(lambda: content_key(images, "resized", sides), shape, fill, progress, "resizing images")
 
 
-def open_image(source: Path | bytes) -> Image.Image:
-    if isinstance(source, Path) and source.suffix.lower() in dicom.ENDINGS:
-        return dicom.open_dicom(source)
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+def read_images(folder: Path, shape: tuple[int, ...], progress: Progress = no_progress) -> NDArray[np.uint8]:
+    """All images of a folder without labels, as uint8 (N, *shape); an error names the unreadable files."""
+    files = sorted(find_images(folder))
+    array = np.empty((len(files), *shape), dtype=np.uint8)
+    images = EncodedImages(len(files), files.__getitem__, lambda position: f"'{files[position]}'")
+    scan = scan_images(images, progress)
+    window = scan.window(ReadingOptions())
+    failures = scan.unreadable | dict.fromkeys(scan.wide, "32-bit pixels; save it with 8 or 16 bits per channel")
+    failures |= decode_into(array, images, window, failures, progress, "decoding unlabelled images")
+    problems = Problems(f"'{folder}'")
+    named = [f"{images.name(place)} ({failures[place]})" for place in sorted(failures)]
+    problems.add_unreadable(named, len(files), "Replace or remove them.")
+    problems.report()
+    return array
 
 
 def scan_images(images: EncodedImages, progress: Progress = no_progress) -> ImageScan:
@@ -292,8 +356,7 @@ def map_images(
         for position in chunk:
             try:
                 results.append(work(position))
-            # the exceptions of Pillow
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            except IMAGE_ERRORS as error:
                 if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the image
                     raise DataError(f"{images.name(position)} cannot be read: {error.strerror}.") from None
                 failures[position] = _reason(error)

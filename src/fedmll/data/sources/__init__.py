@@ -3,7 +3,7 @@
 - `base` — `Source` and `SourceRequest`
 - `folder`, `packed`, `features`, `hf` — the user's own data
 - `labelled_images` — shared by all sources that read image files
-- `npz` — reads `.npz` files of others
+- `npz` — reads `.npz` files that may be damaged or malicious
 - all others — published datasets in their official layout
 
 `ml-NAME` is the composite (`fedmll.data.composite`) of the single-label source NAME.
@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedmll.data.composite import CompositeOptions, compose
 from fedmll.data.dataset import Splits
 from fedmll.data.images.cache import Progress, no_progress
 from fedmll.data.images.decode import Size, height_and_width
-from fedmll.data.sources.base import Source, SourceRequest
+from fedmll.data.sources.base import DownloadableFile, Source, SourceRequest
 
 LARGEST_SIZE = 4_096
 
@@ -37,6 +38,17 @@ class SourceDescription:
     classes: int | None = None
     samples: int | None = None  # as published
     licence: str = ""
+
+
+@dataclass(frozen=True)
+class SampleCount:
+    part: str  # train, validation, test; "train and test" if the publisher has no split
+    found: int
+    published: int | None  # None: not published
+
+    @property
+    def agrees(self) -> bool:
+        return self.published in (None, self.found)
 
 
 def load(
@@ -62,32 +74,29 @@ def load(
         reading: how the user's images and labels are read.
         require_positives: reject training data in which a class is never present.
     """
-    kind, _, argument = name.removeprefix(COMPOSITE).partition(":")
+    source, argument = _find_source(name)
+    _check_name(name, source, argument)
     composed = name.startswith(COMPOSITE)
-    source = _source(name, kind, argument)
     sides = height_and_width(size)
     if sides is not None and not all(1 <= side <= LARGEST_SIZE for side in sides):
         raise ConfigError(f"data.size must be from 1 to {LARGEST_SIZE} pixels; it is {size}.")
     reading = reading or ReadingOptions()
-    _check_reading_options(name, kind, source, reading)
+    _check_reading_options(name, source, reading)
     composition = CompositeOptions(**options or {})
     if not composed and composition != CompositeOptions():
         raise ConfigError(
             f"data.layout, data.singles and data.pairs are for composites, and '{name}' is not one. Leave them out, or "
             f"use '{COMPOSITE}{name}'."
         )
-    if source.variants:
-        argument = Path(argument).name  # an existing folder of that name became an absolute path
-    splits = source.load(
-        SourceRequest(
-            argument=argument,
-            root=root,
-            size=sides,
-            progress=progress,
-            require_positives=require_positives,
-            reading=reading,
-        )
+    request = SourceRequest(
+        argument=argument,
+        root=root,
+        size=sides,
+        progress=progress,
+        require_positives=require_positives,
+        reading=reading,
     )
+    splits = source.load(request)
     if splits.train.is_images:
         _, height, width = splits.train.sample_shape
         splits = replace(splits, size=(height, width))
@@ -112,9 +121,55 @@ def describe_sources(root: Path | None = None) -> list[SourceDescription]:
     return lines
 
 
-def _check_reading_options(name: str, kind: str, source: Source, reading: ReadingOptions) -> None:
+def compare_counts(name: str, splits: Splits) -> list[SampleCount]:
+    """The number of samples of each part, found and published."""
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    found = {part: len(data) for part, data in parts.items() if data is not None}
+    source, argument = _find_source(name)
+    published = {} if name.startswith(COMPOSITE) else source.published.get(argument, {})
+    if "train and test" in published:
+        found = {"train and test": sum(found.values())}
+    return [SampleCount(part, found.get(part, 0), published.get(part)) for part in dict.fromkeys([*found, *published])]
+
+
+def find_downloads(name: str) -> tuple[DownloadableFile, ...]:
+    """The freely available files of a dataset."""
+    source, argument = _find_source(name)
+    if argument in source.downloads:
+        return source.downloads[argument]
+    sources = registry.all_of("source").items()
+    known = [other + (f":{variant}" if variant else "") for other, entry in sources for variant in entry.downloads]
+    what = f"'{name}' cannot be downloaded by this command"
+    if source.licence:
+        what += f" ({source.licence}); `fedmll data check {name}` says where to get it"
+    raise DataError(f"{what}. These can: {', '.join(known)}.")
+
+
+def unpack(archive: Path, folder: Path) -> bool:
+    """Unpack a tar file into a folder; returns False if it is not a tar file. Nothing is written outside the folder."""
+    if ".tar" not in archive.name:
+        return False
+    try:
+        with tarfile.open(archive) as contents:
+            contents.extractall(folder, filter="data")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(f"'{archive}' cannot be unpacked into '{folder}' ({error}).") from None
+    return True
+
+
+def _find_source(name: str) -> tuple[Source, str]:
+    """The source with this name, and its argument. An existing folder named like a variant became an absolute path."""
+    kind, _, argument = name.removeprefix(COMPOSITE).partition(":")
+    sources: dict[str, Source] = registry.all_of("source")
+    if kind not in sources:
+        composites = (COMPOSITE + other for other, source in sources.items() if source.composes and not source.file)
+        raise DataError(f"There is no data source called '{name}'{suggest(name, [*sources, *composites])}")
+    return sources[kind], Path(argument).name if sources[kind].variants else argument
+
+
+def _check_reading_options(name: str, source: Source, reading: ReadingOptions) -> None:
     """Reject settings that the source does not use. Sources of plug-ins check their settings themselves."""
-    if kind in registry.find_added("source"):
+    if source in registry.find_added("source").values():
         return
     for setting in ("classes", "ignore", "group", "window", "uncertain_labels"):
         value = getattr(reading, setting)
@@ -125,20 +180,14 @@ def _check_reading_options(name: str, kind: str, source: Source, reading: Readin
         raise ConfigError(f"data.{setting} is for {' and '.join(able)}, but data.name is '{name}'. Leave it out.")
 
 
-def _source(name: str, kind: str, argument: str) -> Source:
-    sources: dict[str, Source] = registry.all_of("source")
-    source = sources.get(kind)
-    if source is None:
-        known = [
-            *sources,
-            *(COMPOSITE + plain for plain, entry in sources.items() if entry.composes and not entry.file),
-        ]
-        raise DataError(f"There is no data source called '{name}'{suggest(name, known)}")
-    written = name.partition(":")[0]
+def _check_name(name: str, source: Source, argument: str) -> None:
+    kind, written = name.removeprefix(COMPOSITE).partition(":")[0], name.partition(":")[0]
     if source.file and not argument:
         raise DataError(f"'{kind}' needs a file: write {written}:{source.file}.")
-    if source.variants and Path(argument).name not in source.variants:
+    if source.variants and argument not in source.variants:
         raise DataError(f"'{name}' is not known; write {' or '.join(source.names(written))}.")
+    if argument and not source.file and not source.variants:
+        raise DataError(f"'{kind}' takes no file; write '{written}' and give its folder with --root.")
     if name.startswith(COMPOSITE) and not source.images:
         raise DataError(
             f"'{name}': composites are made of images, and '{kind}' has none. Use it without '{COMPOSITE}'."
@@ -148,6 +197,3 @@ def _source(name: str, kind: str, argument: str) -> Source:
             f"'{name}': composites are made of images with one label each, and those of '{kind}' have several. Use it "
             f"without '{COMPOSITE}'."
         )
-    if argument and not source.file and not source.variants:
-        raise DataError(f"'{kind}' takes no file; write '{written}' and give its folder with --root.")
-    return source

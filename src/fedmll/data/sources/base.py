@@ -74,7 +74,7 @@ class Source:
 
     description: str
     load: Callable[[SourceRequest], Splits]
-    available: Callable[[Path | None], bool]
+    available: Callable[[Path | None], bool] = lambda root: True
     file: str = ""
     images: bool = True
     has_clients: bool = False

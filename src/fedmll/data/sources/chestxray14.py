@@ -23,10 +23,9 @@ from fedmll.data.dataset import PRESENT, Splits
 from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.sources.base import Source, SourceRequest, data_missing
 from fedmll.data.sources.labelled_images import (
-    build_label_table,
     check_exist,
     find_images_by_stem,
-    load_label_table,
+    load_official,
     read_csv_columns,
     read_lines,
 )
@@ -57,18 +56,14 @@ def load(request: SourceRequest) -> Splits:
     folders = sorted(path for path in (*root.glob("images*"), *root.glob("images_*/images")) if path.is_dir())
     if not folders:
         check_exist(problems, root / "images")
-    read = read_csv_columns(entries, COLUMNS, problems)
-    images, findings, patients, views = read[1] if read else ([], [], [], [])
-    kept = [place for place, view in enumerate(views) if view == "PA" or request.argument != "pa"]
-    names = [images[place] for place in kept]
-    labels = _labels([findings[place] for place in kept], problems)
-    split = _split(root, names, problems)
-    there = find_images_by_stem(folders, (".png",))
+    rows = zip(*read_csv_columns(entries, COLUMNS, problems), strict=True)
+    kept = [row for row in rows if row[3] == "PA" or request.argument != "pa"]
+    names, findings, patients = ([row[column] for row in kept] for column in range(3))
+    images = find_images_by_stem(folders, (".png",))
     first = folders[0] if folders else root
-    paths = [there.get(Path(name).stem, first / name) for name in names]
-    owners = [patients[place] for place in kept]
-    table = build_label_table(problems, request.reading, paths, labels, CLASSES, split, root, owners)
-    return load_label_table(table, f"'{root}'", request, PATIENT)
+    paths = [images.get(Path(name).stem, first / name) for name in names]
+    labels, split = _labels(findings, problems), _split(root, names, problems)
+    return load_official(problems, request, root, paths, labels, CLASSES, split, patients, PATIENT)
 
 
 def find(root: Path | None) -> Path | None:
@@ -78,27 +73,26 @@ def find(root: Path | None) -> Path | None:
 def _labels(findings: list[str], problems: Problems) -> NDArray[np.int8]:
     column = {name: place for place, name in enumerate(CLASSES)}
     labels = np.zeros((len(findings), len(CLASSES)), dtype=np.int8)
-    strange = set()
+    unknown = set()
     for row, cell in enumerate(findings):
         for name in cell.split("|"):
             if name in column:
                 labels[row, column[name]] = PRESENT
             elif name != NOTHING:
-                strange.add(f"'{name}'")
-    if strange:
-        problems.add(f"'Finding Labels' names what is none of the 14 findings: {abbreviate(sorted(strange))}.")
+                unknown.add(f"'{name}'")
+    if unknown:
+        problems.add(f"'Finding Labels' has names that are not among the 14: {abbreviate(sorted(unknown))}.")
     return labels
 
 
 def _split(root: Path, names: list[str], problems: Problems) -> NDArray[np.int8] | None:
-    if not any((root / file).exists() for file, _ in LISTS):
-        return None
-    if not check_exist(problems, *(root / file for file, _ in LISTS)):
+    files = [root / file for file, _ in LISTS]
+    if not any(file.exists() for file in files) or not check_exist(problems, *files):
         return None
     side = {name: code for file, code in LISTS for name in read_lines(root / file)}
     lost = [f"'{name}'" for name in names if name not in side]
     if lost:
-        problems.add(f"{len(lost)} images of the CSV are in none of the two lists of the split: {abbreviate(lost)}.")
+        problems.add(f"{len(lost)} images of the CSV are in neither list of the split: {abbreviate(lost)}.")
     return np.array([side.get(name, TRAIN) for name in names], dtype=np.int8)
 
 

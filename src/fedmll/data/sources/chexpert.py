@@ -5,11 +5,10 @@ research agreement; it is available after registration.
 
 DIR/CheXpert-v1.0-small/train.csv, valid.csv      or CheXpert-v1.0/, or DIR is that folder
                         train/patient00001/study1/view1_frontal.jpg
-                        test.csv, test/…          where the test labels are there too; then `valid` is validation data
+                        test.csv, test/…          if you have the test labels; then `valid` is validation data
 
-A blank cell is unknown: the report does not mention the finding. An uncertain label (-1) is unknown, or
-`data.uncertain_labels` says. The patients of the official parts are different ones; what clients hold out is by
-`patient` too.
+A blank cell is unknown: the report does not mention the finding. An uncertain label (-1) is unknown, unless
+`data.uncertain_labels` says otherwise. No patient is in two official parts, and clients hold out whole patients too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fedmll.core.registry import register
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Splits
 from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.sources.base import Source, SourceRequest, data_missing
-from fedmll.data.sources.labelled_images import UNCERTAIN_TARGETS, build_label_table, load_label_table, read_csv_columns
+from fedmll.data.sources.labelled_images import UNCERTAIN_TARGETS, load_official, read_csv_columns
 from fedmll.data.targets import TEST, TRAIN, VALIDATION
 
 CLASSES = (
@@ -48,24 +47,20 @@ def load(request: SourceRequest) -> Splits:
     problems = Problems(f"'{folder}'")
     tested = (folder / "test.csv").is_file()
     parts = [("train", TRAIN), ("valid", VALIDATION if tested else TEST), *([("test", TEST)] if tested else [])]
-    codes = CELLS | dict.fromkeys(UNCERTAIN, UNCERTAIN_TARGETS[request.reading.uncertain_labels or "unknown"])
+    codes = CELLS | dict.fromkeys(UNCERTAIN, UNCERTAIN_TARGETS[request.reading.uncertain_labels])
     paths: list[Path] = []
     patients: list[str] = []
     split: list[int] = []
-    labels = [np.zeros((0, len(CLASSES)), dtype=np.int8)]
-    for part, side in parts:
-        read = read_csv_columns(folder / f"{part}.csv", ("Path", *CLASSES), problems)
-        if read is None:
-            continue
-        names, *columns = read[1]
+    labels = []
+    for part, code in parts:
+        names, *columns = read_csv_columns(folder / f"{part}.csv", ("Path", *CLASSES), problems)
         inside = [name.partition(f"{part}/")[2] for name in names]  # after "CheXpert-v1.0-small/train/"
         paths += [folder / part / name for name in inside]
         patients += [name.partition("/")[0] for name in inside]
-        split += [side] * len(names)
+        split += [code] * len(names)
         labels.append(_labels(columns, codes, f"{part}.csv", problems))
-    targets, sides = np.concatenate(labels), np.array(split, np.int8)
-    table = build_label_table(problems, request.reading, paths, targets, CLASSES, sides, folder, patients)
-    return load_label_table(table, f"'{folder}'", request, "patient")
+    targets, codes_of_split = np.concatenate(labels), np.array(split, np.int8)
+    return load_official(problems, request, folder, paths, targets, CLASSES, codes_of_split, patients, "patient")
 
 
 def find(root: Path | None) -> Path | None:
@@ -74,9 +69,9 @@ def find(root: Path | None) -> Path | None:
 
 
 def _labels(columns: list[list[str]], codes: dict[str, int], file: str, problems: Problems) -> NDArray[np.int8]:
-    strange = sorted({f"'{cell}'" for column in columns for cell in column if cell not in codes})
-    if strange:
-        problems.add(f"'{file}' has cells that are none of 1, 0, -1 and blank: {abbreviate(strange)}.")
+    wrong = sorted({f"'{cell}'" for column in columns for cell in column if cell not in codes})
+    if wrong:
+        problems.add(f"'{file}' has cells other than 1, 0, -1 and blank: {abbreviate(wrong)}.")
     return np.array([[codes.get(cell, UNKNOWN) for cell in column] for column in columns], dtype=np.int8).T
 
 

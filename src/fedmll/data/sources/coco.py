@@ -7,8 +7,8 @@ DIR/annotations/instances_train2014.json, instances_val2014.json
 DIR/train2014/COCO_train2014_000000000009.jpg, …     or DIR/images/train2014/…
 DIR/val2014/…
 
-It is trained on train and tested on val, whose labels are public. A class is present where an object of it is
-annotated, alone or in a crowd; an image without an object has none.
+The training data is train, the test data is val, whose labels are public. A class is present if an object of it is
+annotated, alone or in a crowd.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedmll.core.registry import register
 from fedmll.data.dataset import PRESENT, Splits
 from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.sources.base import Source, SourceRequest, data_missing
-from fedmll.data.sources.labelled_images import build_label_table, check_exist, load_label_table
+from fedmll.data.sources.labelled_images import check_exist, load_official
 from fedmll.data.targets import TEST, TRAIN
 
 SETS = (("train", TRAIN), ("val", TEST))
@@ -47,12 +47,11 @@ def load(request: SourceRequest) -> Splits:
     labels: list[NDArray[np.int8]] = []
     split: list[int] = []
     names: tuple[str, ...] = ()
-    for part, side in SETS:
-        file = root / "annotations" / f"instances_{part}{year}.json"
-        folder = _images(root, f"{part}{year}")
-        if not check_exist(problems, file, folder):
-            continue
-        read = _read(file, problems)
+    for part, code in SETS:
+        file, folder = root / "annotations" / f"instances_{part}{year}.json", root / "images" / f"{part}{year}"
+        if not folder.is_dir():
+            folder = root / f"{part}{year}"
+        read = _read(file, problems) if check_exist(problems, file, folder) else None
         if read is None:
             continue
         files, targets, classes = read
@@ -62,10 +61,9 @@ def load(request: SourceRequest) -> Splits:
         names = classes
         paths += [folder / name for name in files]
         labels.append(targets)
-        split += [side] * len(files)
+        split += [code] * len(files)
     targets = np.concatenate(labels) if labels else np.zeros((0, len(names)), np.int8)
-    table = build_label_table(problems, request.reading, paths, targets, names, np.array(split, np.int8), root)
-    return load_label_table(table, f"'{root}'", request)
+    return load_official(problems, request, root, paths, targets, names, np.array(split, np.int8))
 
 
 def available(root: Path | None, year: str) -> bool:
@@ -74,28 +72,25 @@ def available(root: Path | None, year: str) -> bool:
     )
 
 
-def _images(root: Path, name: str) -> Path:
-    return root / "images" / name if (root / "images" / name).is_dir() else root / name
-
-
 def _read(file: Path, problems: Problems) -> tuple[list[str], NDArray[np.int8], tuple[str, ...]] | None:
     """The images, their targets, and the classes in the order of their ids."""
     try:
         with file.open(encoding="utf-8") as stream:
-            # the outlines of objects, nearly all of the file, are let go as they come
-            found = json.load(stream, object_hook=_slim, parse_float=lambda text: None)
+            # The outlines of objects are nearly all of the file: they are dropped while it is parsed.
+            found = json.load(stream, object_hook=_drop_unused, parse_float=lambda text: None)
         classes = sorted(found["categories"], key=lambda category: category["id"])
         column = {category["id"]: place for place, category in enumerate(classes)}
         row = {image["id"]: place for place, image in enumerate(found["images"])}
         files = [str(image["file_name"]) for image in found["images"]]
         pairs = [(note["image_id"], note["category_id"]) for note in found["annotations"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problems.add(f"'{file.name}' is no COCO annotation file ({type(error).__name__}: {error}). Unpack it again.")
+        problems.add(f"'{file.name}' is not a COCO annotation file ({type(error).__name__}: {error}). Unpack it again.")
         return None
-    strange = [f"image {image}, category {kind}" for image, kind in pairs if image not in row or kind not in column]
-    if strange:
+    unknown = [f"image {image}, category {kind}" for image, kind in pairs if image not in row or kind not in column]
+    if unknown:
         problems.add(
-            f"'{file.name}': {len(strange)} annotations are of images or categories it lacks: {abbreviate(strange)}."
+            f"'{file.name}': {len(unknown)} annotations have an image or category that is not listed: "
+            f"{abbreviate(unknown)}."
         )
     known = [(row[image], column[kind]) for image, kind in pairs if image in row and kind in column]
     labels = np.zeros((len(files), len(classes)), dtype=np.int8)
@@ -104,7 +99,7 @@ def _read(file: Path, problems: Problems) -> tuple[list[str], NDArray[np.int8], 
     return files, labels, tuple(str(category["name"]) for category in classes)
 
 
-def _slim(values: dict[str, Any]) -> dict[str, Any]:
+def _drop_unused(values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in KEPT if name in values}
 
 

@@ -42,7 +42,6 @@ register("source", "digits")(
     Source(
         description="handwritten digits, 8×8 grey, 1,797 images, 10 classes, one label each; embedded",
         load=load,
-        available=lambda root: True,
         classes=len(CLASSES),
         licence="CC BY 4.0",
         published={"": {"train and test": 1797}},

@@ -59,7 +59,6 @@ register("source", "features")(
     Source(
         description="your feature vectors and labels in one file",
         load=load,
-        available=lambda root: True,
         file="FILE.npz",
         images=False,
     )

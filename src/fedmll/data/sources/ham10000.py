@@ -17,16 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from fedmll.core.registry import register
-from fedmll.data.dataset import PRESENT, Splits
+from fedmll.data.dataset import Splits
 from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.sources.base import Source, SourceRequest, data_missing
-from fedmll.data.sources.labelled_images import (
-    build_label_table,
-    check_exist,
-    find_images_by_stem,
-    load_label_table,
-    read_csv_columns,
-)
+from fedmll.data.sources.labelled_images import check_exist, find_images_by_stem, load_official, read_csv_columns
 
 CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata")
@@ -46,18 +40,16 @@ def load(request: SourceRequest) -> Splits:
     folders = sorted(path for path in root.glob("HAM10000_images*") if path.is_dir())
     if not (root / "HAM10000_images").is_dir():
         check_exist(problems, root / "HAM10000_images_part_1", root / "HAM10000_images_part_2")
-    read = read_csv_columns(metadata, (LESION, "image_id", "dx"), problems)
-    lesions, names, kinds = read[1] if read else ([], [], [])
-    strange = sorted({f"'{kind}'" for kind in kinds if kind not in CLASSES})
-    if strange:
-        problems.add(f"the column 'dx' names what is none of {', '.join(CLASSES)}: {abbreviate(strange)}.")
-    labels = np.array([[PRESENT if kind == name else 0 for name in CLASSES] for kind in kinds], dtype=np.int8)
-    there = find_images_by_stem(folders, (".jpg",))
+    lesions, names, kinds = read_csv_columns(metadata, (LESION, "image_id", "dx"), problems)
+    wrong = sorted({f"'{kind}'" for kind in kinds if kind not in CLASSES})
+    if wrong:
+        problems.add(f"the column 'dx' has values other than {', '.join(CLASSES)}: {abbreviate(wrong)}.")
+    labels = np.array([[kind == name for name in CLASSES] for kind in kinds], dtype=np.int8)  # one class is present
+    images = find_images_by_stem(folders, (".jpg",))
     first = folders[0] if folders else root
-    paths = [there.get(name, first / f"{name}.jpg") for name in names]
-    targets = labels.reshape(len(names), len(CLASSES))
-    table = build_label_table(problems, request.reading, paths, targets, CLASSES, None, root, lesions)
-    return load_label_table(table, f"'{root}'", request, LESION)
+    paths = [images.get(name, first / f"{name}.jpg") for name in names]
+    labels = labels.reshape(len(names), len(CLASSES))
+    return load_official(problems, request, root, paths, labels, CLASSES, None, lesions, LESION)
 
 
 def find(root: Path | None) -> Path | None:

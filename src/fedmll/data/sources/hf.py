@@ -199,7 +199,6 @@ register("source", "hf")(
     Source(
         description="a Hugging Face dataset on disk with images and lists of labels, parquet or arrow",
         load=load,
-        available=lambda root: True,
         file="FOLDER",
         composes=False,
         licence="as its card says",

@@ -1,31 +1,53 @@
-"""`packed:FILE.npz`: images and labels in one file; `fedmll data pack` writes it (its arrays: data.images.pack).
+"""`packed:FILE.npz`: images and labels in one file, which `fedmll data pack` writes.
 
-Also read: `is_test` (booleans) instead of `split`, and `labels` of one class number per sample. Without either a fifth
-is test. The samples' clients are the array `client`; their patients are the array that `data.group`
-names, otherwise `patient` or `patient_id`.
+jpeg     uint8, the bytes of all images            offset  int64 (N + 1,), image i is jpeg[offset[i]:offset[i + 1]]
+labels   int8 (N, C): 1, 0, or -1 unknown          classes (C,) strings           name  (N,) strings
+split    (N,) 0 train, 1 validation, 2 test, and client (N,) strings, if the labels file has these columns; also the
+         column of --group
+
+Also read: `is_test` (booleans) instead of `split`, and `labels` with one class number per sample. Without a split a
+fifth is test. The patients are in the array that `data.group` names, otherwise in `patient` or `patient_id`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import tempfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import DataError
+from fedmll.core.files import atomic_replace
 from fedmll.core.registry import register
 from fedmll.data.dataset import Dataset, Splits
-from fedmll.data.images.decode import EncodedImages, decoded_images
+from fedmll.data.images.cache import Progress, no_progress
+from fedmll.data.images.decode import (
+    EncodedImages,
+    Window,
+    as_8_bit,
+    decoded_images,
+    map_images,
+    scan_images,
+    window_note,
+)
+from fedmll.data.images.formats import GREY_MODES, open_image
+from fedmll.data.images.labels_csv import read_labels
 from fedmll.data.images.problems import Problems, check_readable, describe_skipped
 from fedmll.data.sources.base import Source, SourceRequest
+from fedmll.data.sources.labelled_images import encoded_images
 from fedmll.data.sources.npz import class_names, read_npz
 from fedmll.data.targets import TEST, check_classes, make_splits, parse_targets
 
 PATIENTS = ("patient", "patient_id")
+JPEG_QUALITY = 95
 
 
 def load(request: SourceRequest) -> Splits:
@@ -109,9 +131,88 @@ register("source", "packed")(
     Source(
         description="your images and labels packed into one file by `fedmll data pack`",
         load=load,
-        available=lambda root: True,
         file="FILE.npz",
         has_clients=True,
         settings=("group", "window"),
     )
 )
+
+
+# Writing
+
+
+def pack(
+    csv: Path,
+    images_root: Path,
+    out: Path,
+    size: int | None = None,
+    progress: Progress = no_progress,
+    reading: ReadingOptions | None = None,
+) -> tuple[str, ...]:
+    """Write the packed file `out` of a labels file and the images in a folder; returns notes for the user.
+
+    Args:
+        csv: the labels file.
+        images_root: the folder of the images.
+        out: the file to write.
+        size: resize images to squares of this side; None keeps the size of each image.
+        progress: called with the number of images.
+        reading: how the labels file is read.
+    """
+    reading = reading or ReadingOptions()
+    if out.suffix != ".npz":
+        raise DataError(f"The packed file must end in .npz; '{out}' does not.")
+    table = read_labels(csv, images_root, reading)
+    if not table.paths:
+        table.problems.report()
+    images = encoded_images(table)
+    scan = scan_images(images, progress)
+    window, failures = scan.window(reading), scan.rejected(reading)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # The unnamed file disappears with the process; the images never have to fit into memory.
+    with tempfile.TemporaryFile(dir=out.parent) as jpegs, atomic_replace(out) as temporary:
+        offset = _write_jpegs(images, jpegs, size, window, failures, progress)
+        kept, skipped = check_readable(
+            images.count, images.name, dict(sorted(failures.items())), reading, table.problems
+        )
+        table = table.select_rows(kept)
+        arrays: dict[str, NDArray[np.generic]] = {
+            "jpeg": np.memmap(jpegs, dtype=np.uint8, mode="r"),
+            "offset": offset,
+            "labels": table.labels,
+            "classes": np.array(table.classes),
+            "name": np.array(table.names),
+        }
+        optional = {"split": table.split, "client": table.clients, str(reading.group): table.patients}
+        arrays |= {name: values for name, values in optional.items() if values is not None}
+        with temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+    return (*window_note(window), *describe_skipped(table.missing, skipped))
+
+
+def _write_jpegs(
+    images: EncodedImages,
+    file: IO[bytes],
+    size: int | None,
+    window: Window | None,
+    failures: dict[int, str],
+    progress: Progress,
+) -> NDArray[np.int64]:
+    rejected = set(failures)
+
+    def encode(position: int) -> bytes:
+        if position in rejected:
+            return b""
+        with open_image(images.read(position)) as image:
+            pixels = as_8_bit(image, "L" if image.mode in GREY_MODES else "RGB", window)
+        if size is not None and pixels.size != (size, size):
+            pixels = pixels.resize((size, size), Image.Resampling.BILINEAR)
+        jpeg = io.BytesIO()
+        # Full colour resolution: the usual chroma subsampling is visible in small images.
+        pixels.save(jpeg, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+        return jpeg.getvalue()
+
+    written = [file.write(jpeg) for jpeg in map_images(images, encode, progress, "packing images", failures)]
+    lengths = [length for length in written if length]
+    file.flush()
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -5,12 +5,12 @@ http://host.robots.ox.ac.uk/pascal/VOC/ ; images under Flickr's terms of use. `f
 
 DIR/VOCdevkit/VOC2007/JPEGImages/000005.jpg          or DIR is VOCdevkit, or the folder of the year itself
                       ImageSets/Main/trainval.txt    names of images; also test.txt (2007), train.txt, val.txt (2012)
-                      ImageSets/Main/cat_trainval.txt    a class: the name of an image, and 1, -1 or 0 (difficult)
-                      Annotations/000005.xml         used where the lists of classes are not there
+                      ImageSets/Main/cat_trainval.txt    one class: names of images, each with 1, -1 or 0 (difficult)
+                      Annotations/000005.xml         used if the lists of classes do not exist
 
-2007 is trained on trainval and tested on test. The test labels of 2012 are secret: it is trained on train and tested on
-val. An object that annotators marked `difficult` does not make its class present: with no other object of it in the
-image the label is unknown, as in VOC's own evaluation, or what `data.uncertain_labels` says.
+2007: the training data is trainval, the test data is test. 2012: its test labels are secret, so the training data is
+train and the test data is val. A class whose only objects in an image are marked `difficult` is unknown, as in VOC's
+own evaluation, unless `data.uncertain_labels` says otherwise.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ from fedmll.core.registry import register
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Splits
 from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.sources.base import DownloadableFile, Source, SourceRequest, data_missing
-from fedmll.data.sources.labelled_images import (
-    UNCERTAIN_TARGETS,
-    build_label_table,
-    check_exist,
-    load_label_table,
-    read_lines,
-)
+from fedmll.data.sources.labelled_images import UNCERTAIN_TARGETS, check_exist, load_official, read_lines
 from fedmll.data.targets import TEST, TRAIN
 
 CLASSES = (
@@ -54,20 +48,19 @@ def load(request: SourceRequest) -> Splits:
         )
     problems = Problems(f"'{folder}'")
     main, images = folder / "ImageSets" / "Main", folder / "JPEGImages"
-    difficult = UNCERTAIN_TARGETS[request.reading.uncertain_labels or "unknown"]
+    difficult = UNCERTAIN_TARGETS[request.reading.uncertain_labels]
     names: list[str] = []
     labels: list[NDArray[np.int8]] = []
     split: list[int] = []
     if check_exist(problems, images, *(main / f"{name}.txt" for name, _ in SETS[year])):
-        for name, side in SETS[year]:
+        for name, code in SETS[year]:
             found = [line.split()[0] for line in read_lines(main / f"{name}.txt")]
             names += found
-            split += [side] * len(found)
+            split += [code] * len(found)
             labels.append(_labels(folder, name, found, difficult, problems))
     paths = [images / f"{name}.jpg" for name in names]
     targets = np.concatenate(labels) if labels else np.zeros((0, len(CLASSES)), np.int8)
-    table = build_label_table(problems, request.reading, paths, targets, CLASSES, np.array(split, np.int8), folder)
-    return load_label_table(table, f"'{folder}'", request)
+    return load_official(problems, request, folder, paths, targets, CLASSES, np.array(split, np.int8))
 
 
 def find(root: Path | None, year: str) -> Path | None:
@@ -90,11 +83,11 @@ def _from_lists(files: list[Path], images: list[str], difficult: int, problems: 
     if not check_exist(problems, *files):
         return labels
     for column, file in enumerate(files):
-        said = {line.split()[0]: line.split()[-1] for line in read_lines(file)}
-        wrong = [f"'{image}'" for image in images if said.get(image) not in codes]
+        listed = {line.split()[0]: line.split()[-1] for line in read_lines(file)}
+        wrong = [f"'{image}'" for image in images if listed.get(image) not in codes]
         if wrong:
-            problems.add(f"'{file.name}' says neither 1, -1 nor 0 of {len(wrong)} images: {abbreviate(wrong)}.")
-        labels[:, column] = [codes.get(said.get(image, ""), UNKNOWN) for image in images]
+            problems.add(f"'{file.name}' has no 1, -1 or 0 for {len(wrong)} images: {abbreviate(wrong)}.")
+        labels[:, column] = [codes.get(listed.get(image, ""), UNKNOWN) for image in images]
     return labels
 
 

@@ -19,7 +19,8 @@ from fedmll.core.errors import ConfigError, DataError
 from fedmll.data import sources
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
-from fedmll.data.sources import folder
+from fedmll.data.images.labels_csv import read_labels
+from fedmll.data.sources.labelled_images import decode_table
 from fedmll.data.targets import TEST, TRAIN
 from fedmll.deploy.error_codes import JoinRejected, RejectionCode
 from fedmll.deploy.introduction import Introduction
@@ -59,7 +60,8 @@ def load_server_data(experiment: Experiment, callback: Callback) -> ServerData:
         return ServerData(Dataset(store, np.zeros((0, len(classes)), np.int8), classes), None)
     if data.name.startswith("folder:"):
         file = Path(data.name.partition(":")[2]).expanduser()
-        found = folder.read(file, data.root or file.parent, data.size, data.reading, callback.on_setup_progress)
+        table = read_labels(file, data.root or file.parent, data.reading)
+        found = decode_table(table, data.size, data.reading, callback.on_setup_progress)
         for note in found.notes:
             callback.on_warning(note)
         samples = Dataset(found.store, found.table.labels, found.table.classes, found.rows)

@@ -13,11 +13,11 @@ from fedmll.core.text import suggest
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
 from fedmll.data.federation import split_holdout
 from fedmll.data.images.cache import Progress, no_progress
-from fedmll.data.images.decode import as_8_bit, map_images, open_image, run_all, scan_images, window_note
+from fedmll.data.images.decode import as_8_bit, map_images, run_all, scan_images, window_note
+from fedmll.data.images.formats import open_image
 from fedmll.data.images.labels_csv import LabelTable, read_labels
 from fedmll.data.images.problems import check_readable, describe_skipped
-from fedmll.data.sources import folder
-from fedmll.data.sources.labelled_images import encoded_images
+from fedmll.data.sources.labelled_images import decode_table, encoded_images
 from fedmll.data.targets import TRAIN, VALIDATION
 from fedmll.deploy.site.site_config import Site
 
@@ -122,7 +122,8 @@ def load_site_data(
         progress: called with the progress of reading images.
     """
     _check_folder(site)
-    found = folder.read(site.csv, site.images, (shape[1], shape[2]), site.reading, progress)
+    labels_file = read_labels(site.csv, site.images, site.reading)
+    found = decode_table(labels_file, (shape[1], shape[2]), site.reading, progress)
     table = _rename_classes(site, found.table)
     labels = table.labels if classes is None else _align_labels(site, table, tuple(classes))
     _check_any_label(site, labels)
