@@ -16,7 +16,8 @@ from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedmll.deploy.flower import engine, membership, transport
+from fedmll.deploy.flower import engine, membership
+from fedmll.deploy.flower import round as flower_round
 from fedmll.deploy.flower.client_app import app
 from fedmll.deploy.server import serve
 from fedmll.deploy.server.server_settings import ServerSettings
@@ -51,13 +52,13 @@ class SimulatedClock:
 def fast_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test waits. Nothing is withheld, as in the simulation that weights are compared with."""
     clock = SimulatedClock()
-    for module in (engine, membership, serve, transport):
+    for module in (engine, membership, flower_round, serve):
         monkeypatch.setattr(module, "time", clock)
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 7, 1, 1
     monkeypatch.setattr(engine, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(engine, "BYE_SECONDS", 0.2)
-    monkeypatch.setattr(transport, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(transport, "MEMBERSHIP_SECONDS", 0.02)
+    monkeypatch.setattr(flower_round, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(flower_round, "MEMBERSHIP_SECONDS", 0.02)
     monkeypatch.setattr(membership, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(worker, "MIN_GROUP_SIZE", 1)
 

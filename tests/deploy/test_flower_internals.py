@@ -119,7 +119,7 @@ def test_a_superlink_is_started_and_prepared(tmp_path: Path, monkeypatch: pytest
     assert hasattr(config, "ssl_certfile")
     assert callable(handlers.push_messages)
     assert callable(handlers.push_object)
-    from fedmll.deploy.flower.child_main import APP
+    from fedmll.deploy.flower.child_processes import APP
 
     flower_internals.register_nodes_and_run(
         state, {"site-a": "a key"}, {"pyproject.toml": APP.encode(), "README.md": b"fedmll"}

@@ -18,7 +18,7 @@ from fedmll.deploy.error_codes import SiteError
 from fedmll.deploy.flower import client_app, executor
 from fedmll.deploy.flower.executor import TaskExecutor
 from fedmll.deploy.flower.membership import Membership, PendingHello
-from fedmll.deploy.flower.message_limits import ArraySizeLimit
+from fedmll.deploy.flower.records import ArraySizeLimit
 from fedmll.deploy.site import approval, site_folder
 
 

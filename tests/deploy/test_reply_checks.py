@@ -27,8 +27,7 @@ from flwr.supercore.inflatable.inflatable_object import add_header_to_object_bod
 from fedmll.core.errors import ConfigError, ReplyRejected
 from fedmll.core.message import Message
 from fedmll.deploy.flower.client_app import EVALUATE, HELLO, MODEL, TRAIN
-from fedmll.deploy.flower.message_limits import ArraySizeLimit
-from fedmll.deploy.flower.records import from_records, to_records
+from fedmll.deploy.flower.records import ArraySizeLimit, from_records, to_records
 from fedmll.deploy.flower.reply_checks import cap_shares
 from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.server import serve

@@ -24,7 +24,7 @@ from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectSto
 from flwr.supercore.primitives.asymmetric import sign_message
 
 from fedmll.deploy import error_codes
-from fedmll.deploy.flower import flower_internals, request_guard, superlink_port
+from fedmll.deploy.flower import flower_internals, request_guard
 from fedmll.deploy.flower.request_guard import INSTANCE_HEADER, ClientAuthenticator, RequestGuard
 from fedmll.deploy.security import client_keys
 from fedmll.deploy.security.private_keys import load_private_key
@@ -244,10 +244,10 @@ def push(tree: ObjectTree, **info: Any) -> PushMessagesRequest:
     ],
 )
 def test_a_client_can_reply_only_for_itself(info: dict[str, Any], problem: str | None) -> None:
-    found = superlink_port.find_push_problem(push(ObjectTree(object_id="t"), **info))
+    found = request_guard.find_push_problem(push(ObjectTree(object_id="t"), **info))
     assert found is None if problem is None else problem in str(found)
     assert (
-        superlink_port.find_push_problem(PushMessagesRequest(node=NodeProto(node_id=5)))
+        request_guard.find_push_problem(PushMessagesRequest(node=NodeProto(node_id=5)))
         == "a request may contain one reply only"
     )
 
@@ -263,39 +263,39 @@ def tree_of(letter: str, *children: ObjectTree) -> ObjectTree:
 def test_trees_of_objects_cannot_grow_over_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     store = InMemoryObjectStore()
     first = tree_of("c", tree_of("d"), tree_of("d"))
-    assert superlink_port.find_tree_problem(first, store) is None  # the same part twice: two tensors of zeros
+    assert request_guard.find_tree_problem(first, store) is None  # the same part twice: two tensors of zeros
     store.preregister(1, first)
     growing = tree_of("b", tree_of("c"), tree_of("c"))  # without c's parts, which the store would put in
-    assert superlink_port.find_tree_problem(growing, store) == "an object has other parts than before"
-    assert superlink_port.find_tree_problem(tree_of("b", first, first), store) is None  # in full
-    assert superlink_port.find_tree_problem(tree_of("a", tree_of("b"), tree_of("b", tree_of("e"))), store) is not None
-    monkeypatch.setattr(superlink_port, "MAX_OBJECTS", 3)
-    assert superlink_port.find_tree_problem(first, store) is None
-    assert superlink_port.find_tree_problem(tree_of("b", first), store) == "too many objects"
+    assert request_guard.find_tree_problem(growing, store) == "an object has other parts than before"
+    assert request_guard.find_tree_problem(tree_of("b", first, first), store) is None  # in full
+    assert request_guard.find_tree_problem(tree_of("a", tree_of("b"), tree_of("b", tree_of("e"))), store) is not None
+    monkeypatch.setattr(request_guard, "MAX_OBJECTS", 3)
+    assert request_guard.find_tree_problem(first, store) is None
+    assert request_guard.find_tree_problem(tree_of("b", first), store) == "too many objects"
     deep = tree_of("0")
-    monkeypatch.setattr(superlink_port, "MAX_OBJECTS", 100)
+    monkeypatch.setattr(request_guard, "MAX_OBJECTS", 100)
     for letter in "123456":
-        assert superlink_port.find_tree_problem(deep, store) is None
+        assert request_guard.find_tree_problem(deep, store) is None
         deep = tree_of(letter, deep)
-    assert superlink_port.find_tree_problem(deep, store) == "too many objects"
+    assert request_guard.find_tree_problem(deep, store) == "too many objects"
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_size_of_a_reply_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: bool) -> None:
     """As much as what was asked for and a little beside it, and never more than a bound."""
-    monkeypatch.setattr(superlink_port, "MAX_REPLY_BYTES", 10 if asked else 1000)
-    monkeypatch.setattr(superlink_port, "OVERHEAD_BYTES", 1 if asked else 9)
+    monkeypatch.setattr(request_guard, "MAX_REPLY_BYTES", 10 if asked else 1000)
+    monkeypatch.setattr(request_guard, "OVERHEAD_BYTES", 1 if asked else 9)
     if asked:
-        superlink_port.write_reply_limit(tmp_path, 9)
-        assert superlink_port.read_reply_limit(tmp_path) == 10
-        superlink_port.write_reply_limit(tmp_path, 500)
-    assert superlink_port.read_reply_limit(tmp_path) == (10 if asked else 9)
+        request_guard.write_reply_limit(tmp_path, 9)
+        assert request_guard.read_reply_limit(tmp_path) == 10
+        request_guard.write_reply_limit(tmp_path, 500)
+    assert request_guard.read_reply_limit(tmp_path) == (10 if asked else 9)
     done: list[str] = []
     handlers = SimpleNamespace(
         push_messages=lambda request, state: done.append("message"),
         push_object=lambda request, state: done.append("object"),
     )
-    superlink_port.ReplyPushGuard(tmp_path).install(handlers)
+    request_guard.ReplyPushGuard(tmp_path).install(handlers)
     state = SimpleNamespace(object_store=InMemoryObjectStore())
     piece = SimpleNamespace(node=NodeProto(node_id=5), object_content=b"x" * 6)
     handlers.push_messages(request=push(ObjectTree(object_id="t")), state=state)
@@ -331,18 +331,18 @@ def test_a_reply_is_delivered_when_it_is_complete() -> None:
 
 
 def test_notices_reach_the_server_once_per_minute_without_control_characters(tmp_path: Path) -> None:
-    notices = superlink_port.NoticeWriter(tmp_path)
-    assert (tmp_path / superlink_port.NOTICES_FILE).stat().st_mode & 0o777 == 0o600
-    assert superlink_port.read_notices(tmp_path, 0) == ([], 0)
+    notices = request_guard.NoticeWriter(tmp_path)
+    assert (tmp_path / request_guard.NOTICES_FILE).stat().st_mode & 0o777 == 0o600
+    assert request_guard.read_notices(tmp_path, 0) == ([], 0)
     for text in ("one", "one", "two\x1b[31m\n", "one"):
         notices.write(text)
-    found, place = superlink_port.read_notices(tmp_path, 0)
+    found, place = request_guard.read_notices(tmp_path, 0)
     assert found == ["one", "two"]
-    assert superlink_port.read_notices(tmp_path, place) == ([], place)
+    assert request_guard.read_notices(tmp_path, place) == ([], place)
     notices.write("three")
-    with (tmp_path / superlink_port.NOTICES_FILE).open("a") as file:
+    with (tmp_path / request_guard.NOTICES_FILE).open("a") as file:
         file.write('"half')  # it is being written
-    assert superlink_port.read_notices(tmp_path, place)[0] == ["three"]
+    assert request_guard.read_notices(tmp_path, place)[0] == ["three"]
 
 
 def test_nodes_reach_the_fleet_api_and_nobody_anything_else() -> None:

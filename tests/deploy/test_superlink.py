@@ -20,7 +20,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedmll.core.errors import FederationError
-from fedmll.deploy.flower import superlink_port
+from fedmll.deploy.flower import request_guard
 from fedmll.deploy.flower.superlink import CheckedGrid, SuperLinkConnection
 
 
@@ -90,7 +90,7 @@ def test_a_reply_whose_objects_are_gone_is_asked_for_again(claimed: FlowerMessag
 
 
 def test_notices_of_the_superlink_are_passed_on_before_its_end_is_reported(tmp_path: Path) -> None:
-    superlink_port.NoticeWriter(tmp_path).write("site-a is rejected")
+    request_guard.NoticeWriter(tmp_path).write("site-a is rejected")
     said: list[str] = []
     child = SimpleNamespace(has_ended=lambda: True, log=tmp_path / "superlink.log")
     own = SuperLinkConnection(None, child, tmp_path, said.append)  # type: ignore[arg-type]

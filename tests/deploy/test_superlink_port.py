@@ -24,7 +24,7 @@ from flwr.proto.node_pb2 import Node as NodeProto
 from flwr.supercore.primitives.asymmetric import sign_message
 from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 
-from fedmll.deploy.flower import superlink_port
+from fedmll.deploy.flower import request_guard
 from fedmll.deploy.flower.child_processes import SuperLinkSettings, find_free_port, write_secret
 from fedmll.deploy.flower.request_guard import INSTANCE_HEADER
 from fedmll.deploy.flower.superlink import SuperLinkConnection, run_superlink
@@ -138,13 +138,13 @@ def test_half_open_connections_are_closed(world: World, own: SuperLinkConnection
     half.sendall(b"POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: x\r\n")  # and no more
     begin = time.monotonic()
     for stream in (half, *silent[1:]):
-        stream.settimeout(superlink_port.HANDSHAKE_SECONDS + 10)
+        stream.settimeout(request_guard.HANDSHAKE_SECONDS + 10)
         try:
             assert stream.recv(100) == b""
         except OSError as error:
             assert not isinstance(error, TimeoutError)
         stream.close()
-    assert time.monotonic() - begin < superlink_port.HANDSHAKE_SECONDS + 10
+    assert time.monotonic() - begin < request_guard.HANDSHAKE_SECONDS + 10
     assert world.member("site-a").activate().status_code == 200  # members are served meanwhile and after
 
 

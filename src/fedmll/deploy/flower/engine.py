@@ -25,10 +25,8 @@ from fedmll.deploy.flower.client_app import BYE, EVALUATE, MODEL, TRAIN
 from fedmll.deploy.flower.membership import Membership
 from fedmll.deploy.flower.records import Info, to_records
 from fedmll.deploy.flower.reply_checks import cap_shares
-from fedmll.deploy.flower.round import FlowerRound, RoundPlan
-from fedmll.deploy.flower.site_states import SiteStates
-from fedmll.deploy.flower.superlink_port import write_reply_limit
-from fedmll.deploy.flower.transport import Transport
+from fedmll.deploy.flower.request_guard import write_reply_limit
+from fedmll.deploy.flower.round import POLL_SECONDS, FlowerRound, RoundPlan, SiteStates, Transport
 from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.model_delivery import ModelDelivery, SiteThresholds, describe_undelivered
 from fedmll.deploy.server import site_federation
@@ -45,7 +43,6 @@ from fedmll.methods.base import TensorSpec
 from fedmll.methods.client_round import ClientInfo, Reply
 from fedmll.methods.task import task_of
 
-POLL_SECONDS = 0.2
 BYE_SECONDS = 20
 
 

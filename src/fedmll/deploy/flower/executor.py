@@ -30,7 +30,7 @@ from fedmll.deploy.flower.flower_internals import (
     push_message,
     push_task_output,
 )
-from fedmll.deploy.flower.message_limits import ARRAY_LIMIT
+from fedmll.deploy.flower.records import ARRAY_LIMIT
 
 IDLE_SECONDS = 0.1
 FORWARD_SECONDS = 2  # in which the SuperNode forwards the last reply

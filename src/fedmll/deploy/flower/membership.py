@@ -23,8 +23,7 @@ from fedmll.core.message import Message
 from fedmll.core.text import printable
 from fedmll.deploy.error_codes import JoinRejected, RejectionCode, describe_error
 from fedmll.deploy.flower.client_app import HELLO
-from fedmll.deploy.flower.message_limits import ARRAY_LIMIT
-from fedmll.deploy.flower.records import Info, from_records, to_records
+from fedmll.deploy.flower.records import ARRAY_LIMIT, Info, from_records, to_records
 from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.security.client_keys import LabelSets, check_label_set
 from fedmll.deploy.server.exclusions import Exclusions

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,6 +22,11 @@ from numpy.typing import NDArray
 from fedmll.core.errors import ReplyRejected
 from fedmll.core.message import Message
 from fedmll.core.text import printable
+from fedmll.deploy.flower.flower_internals import (
+    get_object_body,
+    get_object_children_ids_from_object_content,
+    register_array_class,
+)
 from fedmll.methods.base import TensorSpec
 
 TENSORS, NUMBERS, INFO = "tensors", "numbers", "info"
@@ -28,6 +34,7 @@ DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "u
 MAX_INFO = 1 << 20  # characters of JSON
 MAX_INFO_DEPTH = 6  # of nested brackets
 MAX_HEADER = 1024  # bytes, of a .npy file
+ARRAY_HEADER_BYTES = 4096  # of an array, in addition to its values
 HEADER = re.compile(rb"\{'descr': '([<|])([a-z]\d)', 'fortran_order': (True|False), 'shape': \(([\d, ]*)\), \} *\n")
 STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
 
@@ -162,3 +169,35 @@ def _header(name: str, data: bytes) -> tuple[str, tuple[int, ...], bool, int]:
     shape = tuple(int(size) for size in sizes.split(b",") if size.strip())
     dtype = np.dtype((order + kind).decode()).name
     return dtype, shape, columns == b"True", start + length
+
+
+class ArraySizeLimit:
+    """The largest array that Flower may assemble in this process, the server's or a site's.
+
+    Flower assembles a message before fedmll sees it. An array lists its chunks by number and may list the same chunk
+    any number of times: 20 MB listed a million times would become 20 TB.
+    """
+
+    def __init__(self) -> None:
+        self.max_bytes = 0
+
+    def install(self) -> None:
+        """Make Flower assemble arrays with `inflate`."""
+        register_array_class(SimpleNamespace(inflate=self.inflate))
+
+    def allow(self, size: int) -> None:
+        """Allow arrays of this many bytes."""
+        self.max_bytes = max(self.max_bytes, size)
+
+    def inflate(self, object_content: bytes, children: dict[str, Any] | None = None) -> Array:
+        """Flower's `Array.inflate`, after a check of the size."""
+        header = json.loads(get_object_body(object_content, Array))
+        names = get_object_children_ids_from_object_content(object_content)
+        chunks = [(children or {})[names[place]] for place in header["arraychunk_ids"]]
+        size = sum(len(chunk.data) for chunk in chunks)
+        if size > self.max_bytes + ARRAY_HEADER_BYTES:
+            raise ValueError(f"an array of {size} bytes; at most {self.max_bytes} are expected")
+        return Array.inflate(object_content, children)
+
+
+ARRAY_LIMIT = ArraySizeLimit()

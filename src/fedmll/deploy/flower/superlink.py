@@ -37,7 +37,7 @@ from fedmll.deploy.flower.flower_internals import (
     runtime_client,
     set_retry_time,
 )
-from fedmll.deploy.flower.superlink_port import read_notices
+from fedmll.deploy.flower.request_guard import read_notices
 
 TASK_SECONDS = 30  # to get the run's task from a SuperLink that has just started
 RETRY_SECONDS = 60  # for which requests to a SuperLink that does not answer are repeated
