@@ -235,7 +235,7 @@ def took_part(audit: list[dict[str, Any]], rounds: int) -> dict[int, set[str]]:
     return who
 
 
-def test_a_federation_survives_a_bad_day(network: Network) -> None:
+def test_federation_survives_interruptions_and_bad_clients(network: Network) -> None:
     server = happen(network)
     assert network.ended(server, 240) == 0, network.said("server")
     for process in network.processes[1:]:

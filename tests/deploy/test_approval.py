@@ -29,7 +29,7 @@ def shown(task: Task, training: int = 40, held_out: int = 10, memory: float = 1e
     return dict(approval.describe_study(task, training, held_out, memory))
 
 
-def test_the_limit_of_images_is_inclusive() -> None:
+def test_limit_of_images_is_inclusive() -> None:
     limits = SiteLimits(min_images=50)
     limits.check_image_count(50)
     with pytest.raises(SiteError, match=r"49 images would be left .* at least 50 \(--min-images\)"):
@@ -49,14 +49,14 @@ def test_limits_may_be_1() -> None:
         limits.check_image_count(0)
 
 
-def test_the_limit_of_rounds_is_inclusive_and_methods_are_checked() -> None:
+def test_limit_of_rounds_is_inclusive_and_methods_are_checked() -> None:
     SiteLimits(max_rounds=3, methods=("fedprox", "fedavg")).check_settings(task_of().experiment)
     with pytest.raises(SiteError, match=r"you allow fedprox \(--methods\)"):
         SiteLimits(methods=("fedprox",)).check_settings(task_of().experiment)
 
 
 @pytest.mark.parametrize("name", what_leaves.methods())
-def test_the_listed_parts_are_those_whose_tensors_were_recorded(name: str) -> None:
+def test_listed_parts_are_those_whose_tensors_were_recorded(name: str) -> None:
     """As the table in docs/reference/what-leaves-a-site.md has them: `part/name`."""
     rows = [row for row in what_leaves.documented(what_leaves.DOCUMENT.read_text()) if row[0] == name]
     assert rows
@@ -71,7 +71,7 @@ def test_the_listed_parts_are_those_whose_tensors_were_recorded(name: str) -> No
     ("memory", "figure"),
     [(0.21e6, "0.00021 GB"), (2.5e9, "2.5 GB"), (1.26e9, "1.3 GB"), (1e9, "1 GB")],
 )
-def test_the_memory_is_shown_in_gigabytes(memory: float, figure: str) -> None:
+def test_memory_is_shown_in_gigabytes(memory: float, figure: str) -> None:
     assert shown(task_of(), memory=memory)["model"] == f"convnet; with a batch about {figure} of memory"
 
 
@@ -98,7 +98,7 @@ def test_other_rows_of_the_description() -> None:
     assert "digest" in found["leaves once"]
 
 
-def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:
+def test_digest_does_not_depend_on_the_order_of_keys() -> None:
     first = {"clients": 3, "experiment": {"seed": 1, "method": {"name": "fedavg"}}, "classes": ["a", "b"]}
     same = {"classes": ["a", "b"], "experiment": {"method": {"name": "fedavg"}, "seed": 1}, "clients": 3}
     assert list(first) != list(same)

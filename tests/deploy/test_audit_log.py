@@ -55,13 +55,13 @@ CHANGES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], int]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_first_line_that_does_not_fit_is_reported(written: Path, change: str) -> None:
+def test_first_line_that_does_not_fit_is_reported(written: Path, change: str) -> None:
     make, wrong = CHANGES[change]
     written.write_bytes(b"".join(make(written.read_bytes().splitlines(keepends=True))))
     assert verify_audit_log(written).first_bad_line == wrong
 
 
-def test_an_edited_line_with_a_new_hash_is_found_at_the_next_line(written: Path) -> None:
+def test_edited_line_with_a_new_hash_is_found_at_the_next_line(written: Path) -> None:
     lines = written.read_bytes().splitlines()
     entry = json.loads(lines[1]) | {"round": 9}
     forged = audit_log._line(entry.pop("previous"), entry.pop("event"), {"round": 9})
@@ -69,7 +69,7 @@ def test_an_edited_line_with_a_new_hash_is_found_at_the_next_line(written: Path)
     assert verify_audit_log(written).first_bad_line == 3
 
 
-def test_a_missing_end_is_found_with_the_last_hash(written: Path) -> None:
+def test_missing_end_is_found_with_the_last_hash(written: Path) -> None:
     """The chain alone cannot know it."""
     last, lines = AuditLog(written.parent).last_hash, written.read_bytes().splitlines(keepends=True)
     assert audit_log.find_line(written, last) == 5
@@ -79,7 +79,7 @@ def test_a_missing_end_is_found_with_the_last_hash(written: Path) -> None:
 
 
 @pytest.mark.parametrize("bytes_left", [1, 40, -80, -2])
-def test_an_incomplete_line_is_kept_and_reported(written: Path, bytes_left: int) -> None:
+def test_incomplete_line_is_kept_and_reported(written: Path, bytes_left: int) -> None:
     whole = written.read_bytes()
     lines = whole.splitlines(keepends=True)
     piece = lines[-1][:bytes_left]
@@ -99,7 +99,7 @@ def test_an_incomplete_line_is_kept_and_reported(written: Path, bytes_left: int)
     assert verify_audit_log(written).first_bad_line == 5
 
 
-def test_a_missing_newline_alone_is_no_problem(written: Path) -> None:
+def test_missing_newline_alone_is_no_problem(written: Path) -> None:
     written.write_bytes(written.read_bytes()[:-1])
     AuditLog(written.parent).write("start")
     found = verify_audit_log(written)
@@ -126,7 +126,7 @@ def test_long_last_lines_are_read_completely(tmp_path: Path, monkeypatch: pytest
     assert verify_audit_log(tmp_path / FILE).lines == 3
 
 
-def test_the_next_line_reports_what_a_full_disk_left(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_line_reports_what_a_full_disk_left(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: object, text: bytes) -> None:
         os.write(file.fileno(), text[:20])  # type: ignore[attr-defined]
         raise OSError(28, "No space left on device")
@@ -138,13 +138,13 @@ def test_the_next_line_reports_what_a_full_disk_left(written: Path, monkeypatch:
     assert verify_audit_log(written).incomplete == (7,)
 
 
-def test_a_described_message_contains_no_value() -> None:
+def test_described_message_contains_no_value() -> None:
     message = Message({"weights": torch.full((2, 3), 0.123), "counts": torch.tensor([987])}, {"loss": 0.456})
     assert audit_log.describe_message(message) == {
         "tensors": {"weights": "float32 (2, 3)", "counts": "int64 (1,)"}, "numbers": ["loss"], "bytes": 24 + 8 + 8,
     }  # fmt: skip
 
 
-def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no .*audit\.jsonl"):
         verify_audit_log(tmp_path / FILE)

@@ -78,7 +78,7 @@ def joined(large: Consortium, tmp_path_factory: pytest.TempPathFactory) -> Simpl
     return SimpleNamespace(worker=worker, model=model, said=said, file=file, worth=found, own=own)
 
 
-def test_the_own_model_is_what_local_only_gives(large: Consortium, tmp_path: Path) -> None:
+def test_local_baseline_equals_the_method_local_only(large: Consortium, tmp_path: Path) -> None:
     """One client's federation is the client alone: the same figures as the method local-only of a simulation."""
     changes = {"partition__holdout": 0.3, "method__name": "fedavg-pl"}
     result = run(large.local(**SETTINGS | changes | {"method__name": "local-only"}))
@@ -96,7 +96,7 @@ def test_the_own_model_is_what_local_only_gives(large: Consortium, tmp_path: Pat
     assert not [path for path in worker.site.state_dir.iterdir() if path.name.startswith("tmp")]
 
 
-def test_where_the_method_needs_others_it_is_said(
+def test_fallback_method_is_named_if_the_method_needs_several_clients(
     large: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = benefit_report._train_and_predict
@@ -112,7 +112,7 @@ def test_where_the_method_needs_others_it_is_said(
     assert scores.shape[1] == 7
 
 
-def test_the_figures_are_those_of_the_predictions(joined: SimpleNamespace) -> None:
+def test_report_metrics_match_the_predictions(joined: SimpleNamespace) -> None:
     worker, found = joined.worker, joined.worth
     division = benefit_report.split_held_out_rows(worker)
     assert len(division.test) == len(division.tuning) == 150
@@ -141,7 +141,7 @@ def test_the_figures_are_those_of_the_predictions(joined: SimpleNamespace) -> No
             assert found.comparison.average(name, metric).value == pytest.approx(100 * value, abs=1e-3), (name, metric)
 
 
-def test_the_page_says_what_was_found(joined: SimpleNamespace) -> None:
+def test_report_page_shows_the_results(joined: SimpleNamespace) -> None:
     page, beside = joined.file.read_text(), joined.worth.comparison
     assert joined.file.name == "site-report.html"
     assert stat.S_IMODE(joined.file.stat().st_mode) == 0o600
@@ -159,7 +159,7 @@ def test_the_page_says_what_was_found(joined: SimpleNamespace) -> None:
     assert ".png" not in page
 
 
-def test_the_model_with_own_thresholds_is_beside_it(joined: SimpleNamespace) -> None:
+def test_tuned_model_is_written_next_to_the_model(joined: SimpleNamespace) -> None:
     own = load_model(joined.file.with_name("model-tuned.safetensors"))
     assert own.tuned_thresholds.tolist() == joined.own.thresholds.tolist()  # type: ignore[union-attr]
     division = benefit_report.split_held_out_rows(joined.worker)
@@ -167,7 +167,7 @@ def test_the_model_with_own_thresholds_is_beside_it(joined: SimpleNamespace) -> 
     assert np.allclose(mine, joined.worth.outputs[FEDERATED_TUNED].probabilities, atol=1e-5)
 
 
-def test_rows_that_the_file_marks_are_used_as_they_are(joined: SimpleNamespace) -> None:
+def test_split_of_the_labels_file_is_used(joined: SimpleNamespace) -> None:
     data = joined.worker.data
     first = np.arange(len(data.held_out)) < 100
     marked = SimpleNamespace(
@@ -180,7 +180,7 @@ def test_rows_that_the_file_marks_are_used_as_they_are(joined: SimpleNamespace) 
     assert "two halves" in benefit_report.split_held_out_rows(marked).description  # type: ignore[arg-type]
 
 
-def test_patients_are_in_one_half(joined: SimpleNamespace) -> None:
+def test_images_of_a_patient_are_in_the_same_half(joined: SimpleNamespace) -> None:
     data, names = joined.worker.data, np.array([f"p{row // 6}" for row in range(300)])
     held_out = replace(data.held_out, patients=names)
     there = SimpleNamespace(
@@ -191,7 +191,7 @@ def test_patients_are_in_one_half(joined: SimpleNamespace) -> None:
     assert abs(len(division.test) - 150) <= 6
 
 
-def test_too_few_rows_get_words_and_no_figures(
+def test_report_has_no_metrics_if_there_are_too_few_images(
     large: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:
@@ -209,7 +209,9 @@ def test_too_few_rows_get_words_and_no_figures(
     assert said[1].startswith("Your test data is too small for a comparison")
 
 
-def test_an_own_model_that_cannot_be_trained_is_said(joined: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_says_why_the_local_model_could_not_be_trained(
+    joined: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise ClientError("The loss became nan.")
 
@@ -223,7 +225,7 @@ def test_an_own_model_that_cannot_be_trained_is_said(joined: SimpleNamespace, mo
     assert "What joining changed" not in page
 
 
-def test_it_can_be_stopped(joined: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_the_report_can_be_interrupted(joined: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -277,7 +279,7 @@ def made_up(gain: float, classes: int = 3, few: bool = False) -> SiteComparison:
         (0.0, r"Your test data shows no clear difference .* in mAP is 0\.0 \(95 % interval 0\.0 to 0\.0\)\."),
     ],
 )
-def test_the_verdict_claims_what_the_interval_shows(gain: float, words: str) -> None:
+def test_verdict_follows_the_confidence_interval(gain: float, words: str) -> None:
     assert re.fullmatch(words, describe_verdict(made_up(gain)))
 
 

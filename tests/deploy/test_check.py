@@ -60,7 +60,7 @@ def results_for(found: SiteCheck, topic: str) -> list[tuple[str, str]]:
     return [(result.level, result.text) for result in found.results if result.topic == topic]
 
 
-def test_a_site_without_problems(site: Site) -> None:
+def test_site_without_problems(site: Site) -> None:
     found = check_site(site, make_study("Mass", "Effusion", "Nodule"))
     assert found.errors == 0
     assert [result.level for result in found.results] == ["ok"] * len(found.results)
@@ -69,7 +69,7 @@ def test_a_site_without_problems(site: Site) -> None:
     assert found.summary.images == 6
 
 
-def test_the_digest_of_a_study_is_computed_from_its_file(site: Site) -> None:
+def test_digest_of_a_study_is_computed_from_its_file(site: Site) -> None:
     wanted = make_study("Mass", "Effusion", "Nodule")
     ((level, text),) = results_for(check_site(site, wanted, clients=3), "study")
     digest = study_digest(wanted, 3)
@@ -278,7 +278,7 @@ class TestCommand:
         assert "Nodule" in done.output
         assert "Effusion" not in done.output
 
-    def test_an_unknown_setting(self, tmp_path: Path) -> None:
+    def test_unknown_setting(self, tmp_path: Path) -> None:
         (tmp_path / "site.toml").write_text("max-round = 3\n")
         done = CliRunner().invoke(app, ["join", "--settings", str(tmp_path / "site.toml")])
         assert done.exit_code != 0
@@ -314,7 +314,7 @@ def test_join_reports_all_problems_and_stops(site: Site, tmp_path: Path) -> None
     assert "warning: 1 images are copies of others" in " ".join(done.output.split())
 
 
-def test_the_whole_command_of_join_from_a_file(site: Site, tmp_path: Path) -> None:
+def test_whole_command_of_join_from_a_file(site: Site, tmp_path: Path) -> None:
     """A service has one short line: everything else is in the file, also the server's address."""
     (tmp_path / "site.toml").write_text(
         f'server = "{free()}"\nname = "site-a"\ncsv = "{site.csv}"\nimages = "{site.images}"\ninsecure = true\n'

@@ -21,7 +21,7 @@ from fedmll.deploy.security import certificates, client_keys, private_keys
 SECRET = "correct horse"
 
 
-def test_a_key_with_a_passphrase_is_of_no_use_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encrypted_key_needs_its_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, _ = client_keys.create_client_key(tmp_path, "site-a", SECRET)
     assert file.stat().st_mode & 0o777 == 0o600
     content = file.read_bytes()
@@ -46,14 +46,14 @@ def test_a_key_with_a_passphrase_is_of_no_use_without_it(tmp_path: Path, monkeyp
     assert private_keys.load_private_key(plain.read_bytes(), SECRET)  # one too many does no harm
 
 
-def test_a_new_passphrase_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_new_passphrase_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(private_keys.PASSPHRASE, "short")
     assert private_keys.ask_passphrase("?") == "short"
     with pytest.raises(ConfigError, match="at least 8 characters"):
         private_keys.ask_passphrase("?", new=True)
 
 
-def test_the_ca_may_be_elsewhere(tmp_path: Path) -> None:
+def test_certificate_can_be_signed_on_another_machine(tmp_path: Path) -> None:
     server, ca = tmp_path / "server", tmp_path / "ca"
     certificates.create_ca(ca, SECRET)
     certificates.create_signing_request(server, ["fed.example.org", "10.0.0.7"], "server secret")
@@ -74,7 +74,9 @@ def test_the_ca_may_be_elsewhere(tmp_path: Path) -> None:
         certificates.sign_request(ca, server / "server.csr", SECRET)
 
 
-def test_certificates_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_certificates_are_rejected_and_expiring_ones_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(certificates, "SERVER_DAYS", 20)
     certificates.create_server_certificate(tmp_path, [])
     assert certificates.expiry_warnings(tmp_path) == ["server.crt expires in 19 days; renew it with `fedmll keys init`"]
@@ -88,7 +90,7 @@ def test_certificates_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         certificates.find_tls_files(tmp_path)
 
 
-def test_a_revoked_key_does_not_come_back_and_a_new_one_does(tmp_path: Path) -> None:
+def test_revoked_key_is_rejected_and_its_successor_is_accepted(tmp_path: Path) -> None:
     at_server, at_site = tmp_path / "server", tmp_path / "site"
     _, public = client_keys.create_client_key(at_site, "site-a")
     at_server.mkdir()
@@ -109,7 +111,7 @@ def test_a_revoked_key_does_not_come_back_and_a_new_one_does(tmp_path: Path) -> 
         client_keys.rotate_client_key(at_site, "site-b")
 
 
-def test_the_commands_say_what_to_send_to_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_commands_say_which_file_to_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(*words: str | Path) -> str:
         done = CliRunner().invoke(app, ["keys", *map(str, words)], catch_exceptions=False)
         assert done.exit_code == 0, done.output
@@ -161,7 +163,7 @@ def test_keys_are_private_and_the_certificate_names_the_hosts(tmp_path: Path) ->
     assert public.read_text().endswith(client_keys.load_public_keys(folder, ["hospital-a"])["hospital-a"])
 
 
-def test_every_name_needs_a_key_of_its_own(tmp_path: Path) -> None:
+def test_two_clients_cannot_have_the_same_key(tmp_path: Path) -> None:
     client_keys.create_client_key(tmp_path, "a")
     with pytest.raises(ConfigError, match=r"does not contain the public key of b: put b\.pub there"):
         client_keys.load_public_keys(tmp_path, ["a", "b"])

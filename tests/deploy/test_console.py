@@ -33,7 +33,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
 # ---- the audit of a run
 
 
-def test_a_run_is_in_the_audit_logs_of_the_server_and_of_every_site(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_run_is_in_the_audit_logs_of_the_server_and_of_every_site(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "out"
     result = drive(consortium, make_grid(consortium, tmp_path), out, RecordingCallback(), training__rounds=2)
     found = read_lines(out)
@@ -67,7 +67,7 @@ def test_a_run_is_in_the_audit_logs_of_the_server_and_of_every_site(consortium: 
         assert own[-1]["server_audit"] == found[-1]["hash"]  # who shortens the server's must change everybody's
 
 
-def test_a_resumed_run_continues_the_chain_and_reports_an_incomplete_line(
+def test_resumed_run_continues_the_chain_and_reports_an_incomplete_line(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_resumed_run_continues_the_chain_and_reports_an_incomplete_line(
     assert f"ok: {found.lines} lines, the last hash is {found.last_hash}" in shown.output
 
 
-def test_the_command_finds_an_edited_line_and_a_missing_end(tmp_path: Path) -> None:
+def test_command_finds_an_edited_line_and_a_missing_end(tmp_path: Path) -> None:
     for number in range(4):
         AuditLog(tmp_path).write("round", round=number)
     last, text = AuditLog(tmp_path).last_hash, (tmp_path / FILE).read_text()
@@ -111,7 +111,7 @@ def test_the_command_finds_an_edited_line_and_a_missing_end(tmp_path: Path) -> N
     assert isinstance(CliRunner().invoke(app, ["audit", "verify", str(tmp_path), "--last", "x"]).exception, ConfigError)
 
 
-def test_a_join_writes_its_key_and_its_end_to_the_audit_log(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_join_writes_its_key_and_its_end_to_the_audit_log(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     site, said = make_site(consortium, "site-a", tmp_path), list[str]()
     site.state_dir.mkdir()
     access = ServerAccess(server="server:1", ca=consortium.keys / "ca.crt", key=consortium.keys / "site-a.key")
@@ -152,7 +152,7 @@ def test_nothing_leaves_a_site_that_is_not_in_its_audit_log(
 # ---- exclusions
 
 
-def test_a_site_is_excluded_and_readmitted_while_the_run_goes_on(
+def test_site_is_excluded_and_readmitted_while_the_run_goes_on(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -184,7 +184,7 @@ def test_a_site_is_excluded_and_readmitted_while_the_run_goes_on(
     assert not any(name in error_codes.describe_rejection("excluded") for name in NAMES)  # type: ignore[operator]
 
 
-def test_an_excluded_site_is_told_that_the_run_is_over(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_excluded_site_is_told_that_the_run_is_over(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     grid, hear, out = make_grid(consortium, tmp_path), RecordingCallback(), tmp_path / "out"
     experiment = consortium.server(training__rounds=2)
     server = ServerSettings(clients=NAMES, min_clients=2, join_timeout=2, run="run1", keys=None)
@@ -215,7 +215,7 @@ def test_which_clients_can_be_excluded(tmp_path: Path) -> None:
         exclusions.read_excluded(tmp_path)
 
 
-def test_a_key_that_is_revoked_during_a_run_is_rejected_at_once_by_name(
+def test_key_that_is_revoked_during_a_run_is_rejected_at_once_by_name(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -242,7 +242,7 @@ def test_a_key_that_is_revoked_during_a_run_is_rejected_at_once_by_name(
     assert "round 2: site-b is skipped (it is rejected: its key was revoked)" in hear.said
 
 
-def test_the_last_clients_cannot_be_excluded(tmp_path: Path) -> None:
+def test_last_clients_cannot_be_excluded(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / exclusions.EXCLUDED_FILE).write_text('{"a": "", "b": ""}')
     members: Any = membership.Membership(

@@ -27,7 +27,7 @@ def world(consortium: Consortium, tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-def test_everybody_has_the_model_and_a_report(world: World, consortium: Consortium) -> None:
+def test_all_sites_get_the_model_and_a_report(world: World, consortium: Consortium) -> None:
     file = world.folder / "study.toml"
     experiment = consortium.server(training__rounds=2, partition__holdout=0.3)
     file.write_text(experiment.to_toml())

@@ -96,7 +96,7 @@ def rows_of(done: Done, places: tuple[int, ...], column: int) -> tuple[np.ndarra
 TEST, TUNING = (0, 2, 4), (1, 3, 4)
 
 
-def test_figures_are_of_test_rows_and_thresholds_of_validation_rows(done: Done) -> None:
+def test_metrics_use_test_rows_and_thresholds_use_validation_rows(done: Done) -> None:
     model = load_model(done.folder / "model.safetensors")
     assert model.description["thresholds_for"] == "recall=0.8"
     by = model.calibration
@@ -120,7 +120,7 @@ def test_figures_are_of_test_rows_and_thresholds_of_validation_rows(done: Done) 
     assert [done.found["sites"][name]["same_rows"] for name in NAMES] == [False, False, True]
 
 
-def test_each_site_has_figures_and_thresholds_of_its_own(done: Done) -> None:
+def test_each_site_has_its_own_metrics_and_thresholds(done: Done) -> None:
     for name, tested, tuning in zip(NAMES, TEST, TUNING, strict=True):
         own = federated_evaluation.read_site_thresholds(done.folder)[name]
         assert own["thresholds_for"] == "recall=0.8"
@@ -146,7 +146,7 @@ def test_each_site_has_figures_and_thresholds_of_its_own(done: Done) -> None:
     assert sum(curve["samples"]) == (done.seen[0][1] >= 0).sum()
 
 
-def test_metrics_of_rounds_follow_the_same_rows(done: Done) -> None:
+def test_metrics_of_rounds_use_the_same_rows(done: Done) -> None:
     """val_…: of the rows for thresholds, so that `keep = "best"` does not look at the tests."""
     summary = json.loads((done.folder / "summary.json").read_text())["metrics"]
     sizes = np.array([44, 34, 20])
@@ -156,7 +156,7 @@ def test_metrics_of_rounds_follow_the_same_rows(done: Done) -> None:
     assert not [name for name in summary if name.startswith("sites_val_")]
 
 
-def test_the_table_by_site_and_class_and_the_commands(done: Done) -> None:
+def test_table_by_site_and_class_and_the_commands(done: Done) -> None:
     with (done.folder / "site_metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["site"] for row in rows[::10]] == ["(pooled)", *NAMES]
@@ -171,7 +171,7 @@ def test_the_table_by_site_and_class_and_the_commands(done: Done) -> None:
     assert "for site-c the thresholds were chosen on the same rows" in shown.output
 
 
-def test_a_damaged_table_is_named(done: Done, tmp_path: Path) -> None:
+def test_damaged_metrics_table_is_reported_by_name(done: Done, tmp_path: Path) -> None:
     (tmp_path / "site_metrics.json").write_text('{"classes": []}')
     with pytest.raises(DataError, match=r"site_metrics\.json, with the metrics of each site, cannot be read"):
         federated_evaluation.site_metrics_table(tmp_path)
@@ -185,7 +185,7 @@ def small(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return score_histograms(scores, targets).astype(np.int32)
 
 
-def test_thresholds_from_sums_are_those_of_the_rows_together(tmp_path: Path) -> None:
+def test_thresholds_from_summed_histograms_equal_those_of_pooled_rows(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     y = (draw.random((4000, 3)) < [0.05, 0.2, 0.5]).astype(np.int8)
     p = 1 / (1 + np.exp(-(draw.standard_normal(y.shape) * 1.5 + 2 * y - 2)))
@@ -209,7 +209,7 @@ def test_thresholds_from_sums_are_those_of_the_rows_together(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "value"), [("thresholds", "recal=0.9"), ("calibrate", "plat")])
-def test_a_slip_of_the_pen_is_said_before_anything_starts(name: str, value: str) -> None:
+def test_misspelt_threshold_settings_are_rejected_before_the_start(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=value):
         ServerSettings(clients=NAMES, **{name: value})
 
@@ -252,7 +252,7 @@ def test_small_counts_stay_at_the_site(counts: tuple[int, int, int], told: tuple
 
 
 @pytest.mark.parametrize("smallest", [1, 10])
-def test_no_count_follows_from_what_is_said_and_the_number_of_images(smallest: int) -> None:
+def test_withheld_counts_cannot_be_derived_from_released_ones(smallest: int) -> None:
     """Whatever is told of a class, at least two numbers of images fit to each of its counts."""
     for images in (4, 15, 16, 21, 30, 31, 39):
         fitting: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
@@ -304,7 +304,7 @@ def test_doubtful_label_counts() -> None:
     assert label_counts.find_doubts(["a"], {"one": told(100, a=(-1, -2, 0))}) == []
 
 
-def test_the_tables(tmp_path: Path) -> None:
+def test_tables(tmp_path: Path) -> None:
     here = {"one": told(100, a=(-1, -2, 0), b=(20, 80, 0)), "two": told(50, b=(30, 0, 20))}
     assert label_counts.format_table(["a", "b"], here) == [
         "training images, rounded to 5: present / absent / unknown | one (100) | two (50)",
@@ -324,7 +324,7 @@ def test_the_tables(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_shows_its_labels_first(done: Done) -> None:
+def test_run_shows_its_labels_first(done: Done) -> None:
     start = next(place for place, line in enumerate(done.said) if line.startswith("training images"))
     assert done.said[start].split(" | ")[1:] == ["site-a (46)", "site-b (36)", "site-c (30)"]
     assert len(done.said[start + 1 :]) >= len(CLASSES)
@@ -336,7 +336,7 @@ def test_a_run_shows_its_labels_first(done: Done) -> None:
     assert {rows["site-a", label]["present"] for label in CLASSES} <= {"0", "< 5", "5", "10"}
 
 
-def test_a_class_that_no_site_knows_needs_confirmation(
+def test_class_that_no_site_knows_needs_confirmation(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -375,7 +375,7 @@ def test_a_class_that_no_site_knows_needs_confirmation(
 
 
 @pytest.mark.parametrize(("answer", "starts"), [("y", True), ("", False), ("no", False)])
-def test_the_operator_confirms_doubtful_counts(
+def test_operator_confirms_doubtful_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: str, starts: bool
 ) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)

@@ -65,7 +65,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingProxy]:
     recording.socket.close()
 
 
-def test_the_proxy_of_these_tests_is_one(proxy: RecordingProxy) -> None:
+def test_recording_proxy_forwards_and_records_requests(proxy: RecordingProxy) -> None:
     """Else they could not fail: httpx as Flower uses it goes through it, for loopback too."""
     with httpx.Client() as client, pytest.raises(httpx.HTTPError):
         client.get("http://127.0.0.1:9/")
@@ -102,12 +102,12 @@ def test_children_use_no_proxy_for_loopback(
     assert not proxy_bypass_environment("federation.example.org", proxies)
 
 
-def test_an_environment_without_proxies_stays_as_it_is() -> None:
+def test_environment_without_proxies_is_unchanged() -> None:
     assert no_proxy_for_loopback({"HOME": "/root"}) == {}
     assert no_proxy_for_loopback({"HTTP_PROXY": "x", "no_proxy": "*"})["no_proxy"] == "*"
 
 
-def test_what_is_within_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_hosts_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST", "site.localhost", "::1", "::ffff:127.0.0.1"):
         assert is_direct(host), host
     for host in ("federation.example.org", "10.0.0.5", "localhost.example.org", "127.0.0.1.example.org", ""):
@@ -151,7 +151,7 @@ def test_other_hosts_still_go_through_the_proxy(proxy: RecordingProxy) -> None:
     assert proxy.seen[0].startswith(b"POST http://federation.example.org:8000/")
 
 
-def test_a_child_process_goes_to_loopback_directly(proxy: RecordingProxy, tmp_path: Path) -> None:
+def test_child_process_goes_to_loopback_directly(proxy: RecordingProxy, tmp_path: Path) -> None:
     """Whatever it uses: here what Python brings, with the environment that children get."""
     code = "import urllib.request\ntry: urllib.request.urlopen('http://127.0.0.1:9/')\nexcept OSError: pass"
     subprocess.run([sys.executable, "-c", code], env=os.environ | flower_environment(tmp_path), check=True)
@@ -162,7 +162,7 @@ def test_a_child_process_goes_to_loopback_directly(proxy: RecordingProxy, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_federation_on_loopback_never_meets_the_proxy(
+def test_federation_on_loopback_does_not_use_the_proxy(
     consortium: Consortium,  # noqa: F811
     world: World,  # noqa: F811
     proxy: RecordingProxy,

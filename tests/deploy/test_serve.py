@@ -44,7 +44,7 @@ def test_text_from_other_machines_is_made_printable() -> None:
     assert printable(ValueError("why")) == "why"
 
 
-def test_the_operator_log_has_times_and_no_control_characters(tmp_path: Path) -> None:
+def test_operator_log_has_times_and_no_control_characters(tmp_path: Path) -> None:
     hear = RecordingCallback()
     log = OperatorLog(tmp_path, hear)
     log.notify("site-a is rejected: \x1b[31m" + "long " * 1000)
@@ -69,7 +69,7 @@ GARBAGE = ("", "{", "[]", "3", '{"clients": 3}', '{"clients": ["a"], "port": "x"
 
 
 @pytest.mark.parametrize("garbage", [*GARBAGE, '{"clients": ["a"], "min_clients": true}'])
-def test_a_damaged_server_json_is_one_paragraph(tmp_path: Path, garbage: str) -> None:
+def test_damaged_server_json_is_one_paragraph(tmp_path: Path, garbage: str) -> None:
     (tmp_path / "server.json").write_text(garbage)
     with pytest.raises(ConfigError, match=r"server.json, the settings of this server .* Restore it") as found:
         server_settings.read_server_settings(tmp_path)
@@ -78,14 +78,14 @@ def test_a_damaged_server_json_is_one_paragraph(tmp_path: Path, garbage: str) ->
 
 @pytest.mark.parametrize("name", ["round_timeout", "join_timeout"])
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "0"])
-def test_an_infinite_deadline_is_rejected(tmp_path: Path, name: str, value: str) -> None:
+def test_infinite_deadline_is_rejected(tmp_path: Path, name: str, value: str) -> None:
     (tmp_path / "server.json").write_text(f'{{"clients": ["a", "b"], "{name}": {value}}}')
     with pytest.raises(ConfigError, match="are seconds, more than 0"):
         server_settings.read_server_settings(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [{"port": 65536}, {"port": 0}, {"max_attempts": 0}], ids=str)
-def test_an_impossible_port_or_number_of_attempts_is_rejected(wrong: dict[str, int]) -> None:
+def test_impossible_port_or_number_of_attempts_is_rejected(wrong: dict[str, int]) -> None:
     ServerSettings(clients=("a", "b"), port=65535, max_attempts=1)
     with pytest.raises(ConfigError, match=r"is not from 1 to 65535|a round is tried at least once"):
         ServerSettings(clients=("a", "b"), **wrong)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ LATE = '{"site-a": {"samples": 1, "held_out": 0, "classes": ["a"], "digest": "' 
 
 
 @pytest.mark.parametrize("garbage", ["", "{", "[1]", '{"site-a": 3}', '{"site-a": {"samples": "x"}}', LATE])
-def test_a_damaged_sites_json_is_one_paragraph(
+def test_damaged_sites_json_is_one_paragraph(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
     garbage: str,
@@ -138,7 +138,7 @@ def test_settings_are_stored_and_changed(tmp_path: Path) -> None:
         server_settings.change_server_settings(tmp_path, min_clients=5)
 
 
-def test_a_dropped_client_that_never_joined_is_removed_and_others_keep_their_index(tmp_path: Path) -> None:
+def test_dropped_client_that_never_joined_is_removed_and_others_keep_their_index(tmp_path: Path) -> None:
     server_settings.write_server_settings(ServerSettings(clients=("a", "b", "c"), min_clients=3), tmp_path)
     (tmp_path / "sites.json").write_text('{"a": {}, "b": {}}')
     changed = server_settings.change_server_settings(tmp_path, drop=["a", "c"])
@@ -153,7 +153,7 @@ def test_a_dropped_client_that_never_joined_is_removed_and_others_keep_their_ind
         server_settings.change_server_settings(tmp_path, drop=["b"])
 
 
-def test_a_run_goes_on_without_a_client(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_run_goes_on_without_a_client(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     """site-b is dropped after round 1: refused when it comes, and nobody waits for it."""
     out, hear = tmp_path / "out", RecordingCallback()
     drive(consortium, make_grid(consortium, tmp_path), out, training__rounds=1)
@@ -185,7 +185,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("after", [0, 3, 6])
-def test_a_full_disk_is_reported_and_the_run_continues_when_there_is_space(
+def test_full_disk_is_reported_and_the_run_continues_when_there_is_space(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -216,7 +216,7 @@ def test_only_a_full_disk_is_called_one(tmp_path: Path) -> None:
         raise ConfigError("os error 28")
 
 
-def test_a_run_named_like_the_sites_own_folder_is_rejected(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_run_named_like_the_sites_own_folder_is_rejected(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     home = consortium.folder
     site = Site(
         name="site-a", csv=home / "site-a" / "labels.csv", images=home / "images", state_dir=tmp_path, device="cpu"
@@ -244,7 +244,7 @@ def test_every_rejection_code_has_a_text_for_the_site() -> None:
     assert error_codes.describe_rejection(["other"]) is None
 
 
-def test_a_rejected_site_shows_why(
+def test_rejected_site_shows_why(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -267,7 +267,7 @@ def test_a_rejected_site_shows_why(
     assert membership.RETRY_SECONDS < 1  # as the fixture sets it: the second hello is sent within this test
 
 
-def test_the_stored_experiment_of_a_server_without_data_has_no_composites() -> None:
+def test_stored_experiment_of_a_server_without_data_has_no_composites() -> None:
     values = {"data": {"name": "none", "size": 8}, "sites": {"classes": ["a", "b"], "channels": 1}}
     text = resolve_for_sites(Experiment.make(values), (1, 8, 8)).to_toml()
     for meaningless in ("layout", "singles", "pairs", "beta", "labels_per_client", "presence", "unassignable"):
@@ -276,7 +276,7 @@ def test_the_stored_experiment_of_a_server_without_data_has_no_composites() -> N
     assert "holdout =" in text
 
 
-def test_a_rehearsal_with_a_wrong_option_leaves_nothing(fedmll: Callable[..., Said], tmp_path: Path) -> None:
+def test_rehearsal_with_a_wrong_option_leaves_nothing(fedmll: Callable[..., Said], tmp_path: Path) -> None:
     for words in (("--thresholds", "foo"), ("--calibrate", "foo")):
         said = fedmll("server", "--simulate", "2", *words, "--out", "study")
         assert (said.code, "foo" in said.error) == (2, True)
@@ -288,5 +288,5 @@ def test_a_rehearsal_with_a_wrong_option_leaves_nothing(fedmll: Callable[..., Sa
     assert said.code == 2
 
 
-def test_who_is_excluded_from_what_is_no_servers_run(fedmll: Callable[..., Said]) -> None:
+def test_exclude_rejects_a_folder_that_is_no_servers_run(fedmll: Callable[..., Said]) -> None:
     assert "not the folder of a server's run" in fedmll("exclude", "nowhere", "site-a").error

@@ -34,7 +34,7 @@ def unit() -> configparser.ConfigParser:
     return parsed
 
 
-def test_the_settings_are_options_of_join_and_are_taken() -> None:
+def test_service_settings_are_options_of_join() -> None:
     known = {parameter.name: parameter for parameter in join().params}
     assert {name.replace("-", "_") for name in SETTINGS} <= known.keys()
     context = click.Context(join(), info_name="join")
@@ -57,7 +57,7 @@ def command_of(words: list[str]) -> None:
     assert words[words.index("--settings") + 1] == "/etc/fedmll/site.toml"
 
 
-def test_the_unit_runs_join_and_lets_it_write_where_it_remembers() -> None:
+def test_systemd_unit_runs_join_and_may_write_the_state_folder() -> None:
     service = unit()["Service"]
     program, *words = shlex.split(service["ExecStart"])
     assert Path(program).name == "fedmll"
@@ -68,7 +68,7 @@ def test_the_unit_runs_join_and_lets_it_write_where_it_remembers() -> None:
     assert unit()["Install"]["WantedBy"] == "multi-user.target"
 
 
-def test_systemd_itself_reads_the_unit() -> None:
+def test_systemd_accepts_the_unit() -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     done = subprocess.run(
@@ -77,7 +77,7 @@ def test_systemd_itself_reads_the_unit() -> None:
     assert "Unknown" not in done.stderr
 
 
-def test_the_container_has_volumes_for_all_that_the_settings_name() -> None:
+def test_container_has_a_volume_for_every_path_in_the_settings() -> None:
     text = (FOLDER / "Containerfile").read_text()
     lines = [line for line in text.splitlines() if re.match("[A-Z]+ ", line)]
     told = {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines}

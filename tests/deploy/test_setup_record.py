@@ -59,7 +59,7 @@ def recovered(answers: Sequence[dict[str, Any]], wanted: Sequence[NDArray[np.int
     return sum(any(np.array_equal(labels, found) for found in differences) for labels in wanted)
 
 
-def test_twenty_greetings_with_other_hold_outs_get_one_answer(
+def test_twenty_introductions_with_other_holdouts_get_one_answer(
     consortium: Consortium,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,14 +102,14 @@ def test_twenty_greetings_with_other_hold_outs_get_one_answer(
     assert recovered(again, some) == 0
 
 
-def test_the_first_setup_of_a_join_may_come_with_any_message(consortium: Consortium, tmp_path: Path) -> None:
+def test_first_setup_of_a_join_may_come_with_any_message(consortium: Consortium, tmp_path: Path) -> None:
     file = joined(make_site_c(consortium, tmp_path), tmp_path / "site.json")
     heard(MODEL, make_setup(consortium, partition__holdout=0.2), file)  # no model in it, but the site has agreed
     assert heard(HELLO, make_setup(consortium, partition__holdout=0.3), file)["error"] == SiteErrorCode.SETUP
     assert "labels" in heard(HELLO, make_setup(consortium, partition__holdout=0.2), file)
 
 
-def test_a_refusal_names_what_changed(consortium: Consortium, tmp_path: Path) -> None:
+def test_refusal_names_the_changed_settings(consortium: Consortium, tmp_path: Path) -> None:
     first = make_setup(consortium)
     with pytest.raises(
         SiteError, match=r"a different setup than .*; clients, partition\.holdout, run changed\. .* join again"
@@ -122,7 +122,7 @@ def test_a_refusal_names_what_changed(consortium: Consortium, tmp_path: Path) ->
     assert heard(HELLO, first, file)["error"] == SiteErrorCode.SETUP
 
 
-def test_the_same_setup_gets_the_same_answer_and_nothing_is_computed(
+def test_same_setup_gets_the_same_answer_and_nothing_is_computed(
     consortium: Consortium,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -182,7 +182,7 @@ def test_only_the_approved_study_is_answered(consortium: Consortium, tmp_path: P
     assert read_site_file(file).approved_digest == setup.digest
 
 
-def test_an_earlier_approval_does_not_count_beside_another_digest(consortium: Consortium, tmp_path: Path) -> None:
+def test_earlier_approval_does_not_override_another_approved_digest(consortium: Consortium, tmp_path: Path) -> None:
     setup, other = make_setup(consortium), make_setup(consortium, partition__holdout=0.3)
     where = make_site_c(consortium, tmp_path)
     SiteWorker(where, other, lambda _: None)
@@ -190,7 +190,7 @@ def test_an_earlier_approval_does_not_count_beside_another_digest(consortium: Co
         SiteWorker(replace(where, approved_digest=setup.digest), other, lambda _: None)
 
 
-def test_the_digest_is_of_everything_but_the_name_of_the_run(consortium: Consortium) -> None:
+def test_digest_covers_everything_except_the_run_name(consortium: Consortium) -> None:
     setup = make_setup(consortium)
     assert replace(setup, run="run2").digest == StudySetup.from_json(setup.to_json()).digest == setup.digest
     others = [
@@ -207,7 +207,7 @@ def test_the_digest_is_of_everything_but_the_name_of_the_run(consortium: Consort
 
 @pytest.mark.parametrize("words", [["--approve", "yes"], ["--approve", "0" * 16]])
 @pytest.mark.parametrize("name", ["join", "validate"])
-def test_an_invalid_digest_is_rejected(tmp_path: Path, name: str, words: list[str]) -> None:
+def test_invalid_digest_is_rejected(tmp_path: Path, name: str, words: list[str]) -> None:
     options = [
         "localhost:1",
         "--name",
@@ -226,6 +226,6 @@ def test_an_invalid_digest_is_rejected(tmp_path: Path, name: str, words: list[st
     assert CliRunner().invoke(command, [name, *options, "--yes"]).exit_code == 2
 
 
-def test_a_digest_may_be_written_in_capitals() -> None:
+def test_digest_may_be_written_in_capitals() -> None:
     assert parse_digest(f" sha256:{'A' * 64}\n") == "a" * 64
     assert parse_digest(None) is None

@@ -18,7 +18,7 @@ from fedmll.deploy.site import site_data
 from fedmll.deploy.site.site_config import Site
 
 
-def test_what_a_site_does_not_annotate_is_unknown(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_classes_without_annotation_are_unknown(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     here = make_site(consortium, "site-c", tmp_path)
     summary = site_data.check_site_data(here)
     assert summary.images == 50
@@ -36,7 +36,7 @@ def test_what_a_site_does_not_annotate_is_unknown(consortium: Consortium, tmp_pa
     assert site_data.load_site_data(here, classes, (1, 9, 7), 3, 0.0).train.sample_shape == (1, 9, 7)
 
 
-def test_a_list_of_labels_speaks_of_every_class_unless_told(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_list_form_labels_every_class_unless_classes_are_chosen(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "labels.csv").write_text("image,labels\n00000.png,cat\n00001.png,cat|dog\n00002.png,none\n00003.png,\n")
     here = Site(name="s", csv=tmp_path / "labels.csv", images=consortium.folder / "images", state_dir=tmp_path)
     assert site_data.load_site_data(here, ["cow", "cat", "dog"], (1, 8, 8), 0, 0.0).train.labels.tolist() == [

@@ -58,9 +58,7 @@ def modes(folder: Path) -> set[tuple[str, int]]:
 # ---- 1. what stays on the disk
 
 
-def test_what_a_site_writes_is_its_owners_and_prepared_images_do_not_stay(
-    consortium: Consortium, tmp_path: Path
-) -> None:
+def test_site_files_are_private_and_prepared_images_are_deleted(consortium: Consortium, tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
         grid = make_grid(consortium, tmp_path)
@@ -78,7 +76,7 @@ def test_what_a_site_writes_is_its_owners_and_prepared_images_do_not_stay(
     assert not list(cache_folder().glob("*site*"))
 
 
-def test_prepared_images_lie_where_the_site_says_and_nowhere_else(tmp_path: Path) -> None:
+def test_prepared_images_are_written_to_the_sites_cache_only(tmp_path: Path) -> None:
     def fill(array: np.ndarray) -> None:
         array[:] = 3
 
@@ -90,7 +88,7 @@ def test_prepared_images_lie_where_the_site_says_and_nowhere_else(tmp_path: Path
     assert not (cache_folder() / "key.npy").exists()
 
 
-def test_join_removes_what_it_prepared_also_when_it_fails(
+def test_join_deletes_prepared_images_also_when_it_fails(
     consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(where: Site, access: join.ServerAccess, show: Any) -> None:
@@ -139,7 +137,7 @@ def test_very_large_images_are_rejected(consortium: Consortium, tmp_path: Path) 
         SiteWorker(make_site_c(consortium, tmp_path), setup, lambda _: None)
 
 
-def test_the_estimate_is_what_a_network_takes(consortium: Consortium) -> None:
+def test_memory_estimate_matches_the_network(consortium: Consortium) -> None:
     """Six times the model, and what grows with the batch."""
     experiment = experiment_for_sites.resolve_for_sites(consortium.server(model__channels=[4, 8]), (1, 8, 8))
     task = what_leaves.Task(experiment, tuple(CLASSES), (1, 8, 8), 3, torch.device("cpu"))
@@ -152,7 +150,7 @@ def test_the_estimate_is_what_a_network_takes(consortium: Consortium) -> None:
     assert fixed == pytest.approx(6 * kept)
 
 
-def test_an_error_of_the_trial_is_the_error_itself(consortium: Consortium) -> None:
+def test_error_in_the_memory_trial_is_passed_on(consortium: Consortium) -> None:
     experiment = experiment_for_sites.resolve_for_sites(
         consortium.server(method__name="fedlgt", method__encoder="glove:/no/such"), (1, 8, 8)
     )
@@ -167,7 +165,7 @@ def test_invalid_limits_are_rejected() -> None:
             SiteLimits(**wrong)
 
 
-def test_a_study_is_approved_once_and_again_when_it_changed(
+def test_study_is_approved_once_and_again_when_it_changed(
     consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked_for, said = [], list[str]()
@@ -233,7 +231,7 @@ def test_only_yes_confirms(monkeypatch: pytest.MonkeyPatch, word: str, taken: bo
         {"training": {"loss": "a\\b"}},
     ],
 )
-def test_a_path_from_a_server_is_refused_and_never_looked_at(
+def test_path_from_the_server_is_rejected_and_not_opened(
     consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
 ) -> None:
     def never(values: Any) -> Experiment:
@@ -246,7 +244,7 @@ def test_a_path_from_a_server_is_refused_and_never_looked_at(
     assert error_code(refused.value) == SiteErrorCode.PATH
 
 
-def test_names_and_sentences_are_no_paths() -> None:
+def test_names_and_sentences_are_not_taken_for_paths() -> None:
     told = {
         "model": {"weights": "resnet18-imagenet1k-v1", "channels": [4, 8]},
         "method": {"name": "fedlgt", "encoder": "wordllama", "states": "learned", "prompt": "PA/AP view of {class}"},
@@ -256,14 +254,14 @@ def test_names_and_sentences_are_no_paths() -> None:
     assert file_references.replace_files_by_digests(told) == told
 
 
-def test_what_a_site_does_not_need_is_not_even_read() -> None:
+def test_settings_that_a_site_does_not_need_are_not_checked() -> None:
     told = {"data": {"root": "/etc"}, "plugins": ["/x.py"], "engine": {"workers": 9}, "sites": {}, "seed": 3}
     assert file_references.resolve_files(told, ()) == {"seed": 3}
     with pytest.raises(SiteError, match="not a table"):
         file_references.resolve_files([1], ())  # type: ignore[arg-type]
 
 
-def test_files_travel_by_digest(tmp_path: Path) -> None:
+def test_files_are_replaced_by_their_digests(tmp_path: Path) -> None:
     weights, run, folder = tmp_path / "w.pth", tmp_path / "run", tmp_path / "encoder"
     weights.write_bytes(b"weights")
     for place in (run, folder):
@@ -298,7 +296,7 @@ def test_files_travel_by_digest(tmp_path: Path) -> None:
         file_references.replace_files_by_digests({"model": {"weights": "/no/file"}})
 
 
-def test_errors_that_leave_are_of_a_fixed_list() -> None:
+def test_only_listed_error_codes_leave_a_site() -> None:
     secret = "/home/jane-doe/scan.png"
     told = {type(e): error_code(e) for e in (
         DataError(secret), ConfigError(secret), ClientError(secret), ReplyRejected(secret), ValueError(secret),
@@ -327,7 +325,7 @@ def test_errors_that_leave_are_of_a_fixed_list() -> None:
         json.dumps({"run": "r", "experiment": [], "classes": None, "shape": [1, 8, 8], "clients": 3}),
     ],
 )
-def test_an_invalid_setup_is_rejected(consortium: Consortium, tmp_path: Path, setup: str) -> None:
+def test_invalid_setup_is_rejected(consortium: Consortium, tmp_path: Path, setup: str) -> None:
     write_site_file(make_site_c(consortium, tmp_path), tmp_path / "site.json")
     about = from_records(send_to_site(HELLO, {"setup": setup}, tmp_path / "site.json").content)[1]
     assert about["error"] == SiteErrorCode.MESSAGE
@@ -336,7 +334,7 @@ def test_an_invalid_setup_is_rejected(consortium: Consortium, tmp_path: Path, se
 # ---- 4. label sets
 
 
-def test_a_client_is_served_its_registered_classes_only(tmp_path: Path) -> None:
+def test_client_receives_its_registered_classes_only(tmp_path: Path) -> None:
     (tmp_path / "a.labels").write_text("# as told by telephone\ncat\n dog \n\n")
     (tmp_path / "b.labels").write_text("cow\n")
     sets = client_keys.read_label_sets(tmp_path, ["a", "b"], ["cat", "cow", "dog"])
@@ -354,7 +352,7 @@ def test_a_client_is_served_its_registered_classes_only(tmp_path: Path) -> None:
         client_keys.read_label_sets(tmp_path, ["a", "b"], ["cat", "dog"])
 
 
-def test_a_private_client_with_other_classes_is_refused_by_name(consortium: Consortium, tmp_path: Path) -> None:
+def test_private_client_with_unregistered_classes_is_rejected_by_name(consortium: Consortium, tmp_path: Path) -> None:
     mine = Consortium(tmp_path / "copy")
     shutil.copytree(consortium.folder, mine.folder)
     (mine.keys / "site-b.labels").write_text("digit-1\n")
@@ -367,7 +365,7 @@ def test_a_private_client_with_other_classes_is_refused_by_name(consortium: Cons
     assert "site-b is rejected: its label set is not the one that is registered with its key" in hear.said
 
 
-def test_a_client_that_says_it_has_no_class_does_not_end_a_start(consortium: Consortium, tmp_path: Path) -> None:
+def test_client_without_classes_does_not_stop_the_start(consortium: Consortium, tmp_path: Path) -> None:
     """A private method does not begin with it; once written down it would end every resume too."""
     grid, hear = make_grid(consortium, tmp_path), RecordingCallback()
     lies = iter([[]])
@@ -387,7 +385,7 @@ def test_a_client_that_says_it_has_no_class_does_not_end_a_start(consortium: Con
     assert hear.rows[0]["clients"] == 3
 
 
-def test_estimates_are_kept_in_bounded_number(
+def test_number_of_stored_memory_estimates_is_limited(
     consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "MAX_ESTIMATES", 2)
@@ -403,7 +401,7 @@ def test_estimates_are_kept_in_bounded_number(
 # ---- 5. data
 
 
-def test_the_digest_sees_every_image_and_every_label(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_digest_depends_on_every_image_and_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedmll.data.fingerprint.LARGEST_READ", 8)  # as if the store were huge
     assert LARGEST_READ > 8
     store, told = np.zeros((9, 1, 2, 2), np.uint8), np.zeros((9, 2), np.int8)
@@ -458,7 +456,7 @@ def test_grey_images_saved_as_colour_are_grey(tmp_path: Path) -> None:
 # ---- 6. the memory folder, the terminal, messages
 
 
-def test_two_joins_cannot_share_a_memory(tmp_path: Path) -> None:
+def test_two_joins_cannot_share_a_state_folder(tmp_path: Path) -> None:
     second = site_folder.lock_folder(tmp_path / "memory", "south")
     named = rf"in use by another join \(north, process {os.getpid()}\)"
     with site_folder.lock_folder(tmp_path / "memory", "north"), pytest.raises(ConfigError, match=named):
@@ -467,7 +465,7 @@ def test_two_joins_cannot_share_a_memory(tmp_path: Path) -> None:
         assert (tmp_path / "memory" / "join.lock").read_text().startswith("south, process")
 
 
-def test_a_damaged_memory_is_explained_and_set_aside(
+def test_damaged_client_state_is_explained_and_renamed(
     consortium: Consortium, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid, hear = make_grid(consortium, tmp_path), RecordingCallback()
@@ -484,7 +482,7 @@ def test_a_damaged_memory_is_explained_and_set_aside(
 
 
 @pytest.mark.parametrize("run", ["flower", "cache", "../x", "", "a/b", "x" * 65, 3])
-def test_a_run_cannot_aim_at_the_sites_own_files(consortium: Consortium, tmp_path: Path, run: Any) -> None:
+def test_run_name_cannot_point_to_the_sites_own_files(consortium: Consortium, tmp_path: Path, run: Any) -> None:
     with pytest.raises(SiteError, match="not a valid folder name"):
         SiteWorker(make_site_c(consortium, tmp_path), replace(make_setup(consortium), run=run), lambda _: None)
 
@@ -503,15 +501,15 @@ def test_a_run_cannot_aim_at_the_sites_own_files(consortium: Consortium, tmp_pat
         ("Größe ≥ 3", "Größe ≥ 3"),
     ],
 )
-def test_a_servers_text_cannot_steer_the_terminal(text: str, shown: str) -> None:
+def test_control_characters_from_the_server_are_removed(text: str, shown: str) -> None:
     assert printable(text, 20) == shown
 
 
-def test_a_long_text_is_cut_before_it_is_worked_on() -> None:
+def test_long_text_is_shortened_first() -> None:
     assert len(printable("y" * 10_000_000, 1000)) < 1100
 
 
-def test_an_error_is_shown_without_escapes_and_only_once(
+def test_error_is_shown_without_escapes_and_only_once(
     consortium: Consortium, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_site_file(make_site_c(consortium, tmp_path), tmp_path / "site.json")
@@ -523,7 +521,7 @@ def test_an_error_is_shown_without_escapes_and_only_once(
     assert shown.count("not a valid folder name") == 1
 
 
-def test_brackets_in_the_names_of_columns_are_letters(tmp_path: Path) -> None:
+def test_brackets_in_column_names_are_shown_literally(tmp_path: Path) -> None:
     counts = np.array([1, 2, 3])
     summary = SiteDataSummary(
         images=6,
@@ -541,7 +539,7 @@ def test_brackets_in_the_names_of_columns_are_letters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "meta", [{"message_type": "query.unknown"}, {"message_type": "train.other"}, {"src_node_id": 9}, {"run_id": 8}]
 )
-def test_what_is_not_the_servers_or_unknown_is_ignored_with_a_notice(
+def test_message_of_another_node_or_type_is_ignored_with_a_notice(
     consortium: Consortium, tmp_path: Path, capsys: pytest.CaptureFixture[str], meta: dict[str, Any]
 ) -> None:
     write_site_file(make_site_c(consortium, tmp_path), tmp_path / "site.json")
@@ -551,7 +549,7 @@ def test_what_is_not_the_servers_or_unknown_is_ignored_with_a_notice(
     assert "ignored: a message " in capsys.readouterr().out
 
 
-def test_only_a_farewell_of_its_own_run_ends_a_join(consortium: Consortium, tmp_path: Path) -> None:
+def test_only_the_end_message_of_its_own_run_ends_a_join(consortium: Consortium, tmp_path: Path) -> None:
     file, setup = tmp_path / "site.json", make_setup(consortium)
     write_site_file(make_site_c(consortium, tmp_path), file)
     send_to_site(HELLO, {"setup": setup.to_json()}, file)
@@ -580,12 +578,12 @@ def test_only_a_farewell_of_its_own_run_ends_a_join(consortium: Consortium, tmp_
         {"round": 1, "keep_rounds": [None]},
     ],
 )
-def test_a_round_must_be_one_of_the_experiment(about: dict[str, Any]) -> None:
+def test_round_must_be_one_of_the_experiment(about: dict[str, Any]) -> None:
     with pytest.raises(SiteError, match="which round"):
         client_app._parse_rounds(about, 2)
 
 
-def test_rounds_that_are_right_are_taken() -> None:
+def test_valid_rounds_are_accepted() -> None:
     assert client_app._parse_rounds({"round": 3, "state_round": 2, "keep_rounds": [0, 1]}, 2) == (3, 2, [0, 1])
     assert client_app._parse_rounds({"round": 0, "state_round": None, "keep_rounds": None}, 2) == (0, None, None)
 
@@ -629,7 +627,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, turns: list[dict[str, Any]]) -> list
     return said
 
 
-def test_a_forged_farewell_does_not_end_a_join(
+def test_forged_end_message_does_not_end_a_join(
     consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = [{"executor_ended": True, "run_ended": False}, {"executor_ended": True, "run_ended": True}]
@@ -642,7 +640,7 @@ def test_a_forged_farewell_does_not_end_a_join(
     assert "audit.jsonl: the last hash is" in said[-1]
 
 
-def test_a_join_that_nobody_approved_ends(
+def test_join_that_nobody_approved_ends(
     consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = joined(monkeypatch, [{"executor_ended": False, "not_approved": "The experiment was not approved."}])
@@ -658,7 +656,7 @@ def test_join_names_a_missing_file(consortium: Consortium, tmp_path: Path) -> No
         join.join(where, join.ServerAccess(server="localhost:1", ca=None, key=None), print)
 
 
-def test_a_site_file_is_read_as_it_was_written(consortium: Consortium, tmp_path: Path) -> None:
+def test_site_file_is_read_as_it_was_written(consortium: Consortium, tmp_path: Path) -> None:
     limits = SiteLimits(max_rounds=7, min_images=3, max_memory=0.5, methods=("fedavg",))
     where = make_site_c(
         consortium, tmp_path, local_files=(tmp_path / "a",), limits=limits, needs_approval=True, keep_cache=True
@@ -668,7 +666,7 @@ def test_a_site_file_is_read_as_it_was_written(consortium: Consortium, tmp_path:
     assert read_site_file(tmp_path / "site.json") == where
 
 
-def test_the_join_command_of_a_rehearsal(tmp_path: Path) -> None:
+def test_join_command_of_a_rehearsal(tmp_path: Path) -> None:
     weights = tmp_path / "w.pth"
     weights.write_bytes(b"x")
     plan = rehearsal.Rehearsal(
@@ -709,9 +707,9 @@ def test_what_leaves_a_site_is_what_the_document_says(
     )
 
 
-def test_the_document_speaks_of_no_other_method(table: list[what_leaves.Row]) -> None:
+def test_document_lists_no_other_method(table: list[what_leaves.Row]) -> None:
     assert {row[0] for row in table} == {*what_leaves.methods(), what_leaves.EVERY}
 
 
-def test_a_reply_speaks_of_no_single_image(table: list[what_leaves.Row]) -> None:
+def test_no_reply_describes_a_single_image(table: list[what_leaves.Row]) -> None:
     assert not [row for row in table if "N" in row[2].replace("(", " ").replace(")", " ").replace(",", " ").split()]

@@ -72,7 +72,7 @@ def evaluated(site: Site) -> tuple[Message, np.ndarray]:
 
 
 @pytest.mark.parametrize("rare", [3, 17])
-def test_the_rank_of_a_single_held_out_positive_cannot_be_read_off_the_metrics(tmp_path: Path, rare: int) -> None:
+def test_metrics_do_not_reveal_the_rank_of_a_single_held_out_positive(tmp_path: Path, rare: int) -> None:
     reply, scores = evaluated(site_with(tmp_path / "all", rare, min_count=1))
     rank = int((scores[:, 0] < scores[rare, 0]).sum())
     common = evaluate_histograms(reply["counts"].numpy().astype(np.int64), CLASSES).per_class["auc"][1]
@@ -90,14 +90,14 @@ def test_the_rank_of_a_single_held_out_positive_cannot_be_read_off_the_metrics(t
     assert str(other.numbers) == str(reply.numbers)  # whoever it is
 
 
-def test_few_is_said_of_positives_and_of_negatives_but_not_of_none() -> None:
+def test_small_classes_have_few_positives_or_negatives_but_not_none() -> None:
     targets = np.full((60, 6), -1, np.int8)
     for column, (present, absent) in enumerate([(0, 0), (9, 50), (10, 10), (0, 9), (0, 10), (10, 0)]):
         targets[:present, column], targets[present : present + absent, column] = 1, 0
     assert find_small_classes(targets, 10).tolist() == [False, True, False, True, False, False]
 
 
-def test_a_file_that_may_be_sent_has_no_metric_of_a_class_of_few(tmp_path: Path) -> None:
+def test_file_to_send_has_no_metric_of_small_classes(tmp_path: Path) -> None:
     counts = np.zeros((2, 2, 2048), dtype=np.int64)
     counts[0, 1, 1500], counts[1, 1, 500] = 12, 12
     report = metrics.ClassificationReport({"macro_auc": 12.5}, {}, {})
@@ -116,7 +116,7 @@ def test_a_file_that_may_be_sent_has_no_metric_of_a_class_of_few(tmp_path: Path)
     assert told["per_class"].keys() == told["counts"].keys() == {"common"}
 
 
-def test_no_site_of_fewer_images_than_the_smallest_group_trains(tmp_path: Path) -> None:
+def test_site_with_fewer_images_than_the_minimum_does_not_train(tmp_path: Path) -> None:
     with pytest.raises(SiteError, match=r"4 images would be left .* fewer than 5 images do not leave"):
         worker_of(site_with(tmp_path, 3, trained=4, min_images=1))
 
@@ -133,9 +133,7 @@ FROZEN: dict[str, Any] = {"method__name": "fed-ridge", "model__freeze": "backbon
         ({"method__name": "spherefed", "model__channels": (4, 30)}, True),
     ],
 )
-def test_a_person_is_told_that_sums_of_few_images_are_a_membership_test(
-    tmp_path: Path, changes: dict[str, Any], told: bool
-) -> None:
+def test_membership_risk_is_shown_before_approval(tmp_path: Path, changes: dict[str, Any], told: bool) -> None:
     said: list[str] = []
     worker_of(site_with(tmp_path, 3), said, **changes)
     lines = [line for line in said if line.strip().startswith("membership")]
@@ -145,7 +143,7 @@ def test_a_person_is_told_that_sums_of_few_images_are_a_membership_test(
         assert lines[0].endswith("is one of yours")
 
 
-def test_the_gram_matrix_of_no_more_images_than_features_tells_members_from_others() -> None:
+def test_gram_matrix_of_few_images_reveals_membership() -> None:
     """What the sentence says, and that it stops there."""
     rng = np.random.default_rng(0)
 

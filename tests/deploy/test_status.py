@@ -65,7 +65,7 @@ def asked(port: int, path: str, method: str = "GET", host: str | None = None) ->
     return answer.status, answer.read().decode(), dict(answer.getheaders())
 
 
-def test_the_status_as_json(status: RunStatus, served: int) -> None:
+def test_status_as_json(status: RunStatus, served: int) -> None:
     code, text, headers = asked(served, "/status.json")
     found = json.loads(text)
     assert (code, headers["Content-Type"]) == (200, "application/json")
@@ -84,7 +84,7 @@ def test_the_status_as_json(status: RunStatus, served: int) -> None:
 LINE = re.compile(r'fedmll_[a-z_]+(?:\{[a-z]+="(?:[^"\\\n]|\\.)*"(?:,[a-z]+="(?:[^"\\\n]|\\.)*")*\})? [0-9.e+]+')
 
 
-def test_the_status_in_prometheus_format(served: int) -> None:
+def test_status_in_prometheus_format(served: int) -> None:
     code, text, headers = asked(served, "/metrics")
     assert (code, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     lines = text.splitlines()
@@ -105,7 +105,7 @@ def test_unknown_values_are_left_out() -> None:
     assert "not joined yet" in render_html(fresh)
 
 
-def test_the_page_shows_names_and_contains_no_script(served: int) -> None:
+def test_page_shows_names_and_contains_no_script(served: int) -> None:
     code, text, headers = asked(served, "/")
     assert code == 200
     assert "<script" not in text
@@ -134,7 +134,7 @@ def test_durations_and_sizes() -> None:
     ]  # fmt: skip
 
 
-def test_a_warning_if_other_machines_can_reach_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warning_if_other_machines_can_reach_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     from fedmll.cli.server import warn_about_status_page
 
     assert parse_address("[::1]:80", "--status") == ("::1", 80)
@@ -150,12 +150,12 @@ def test_a_warning_if_other_machines_can_reach_the_page(capsys: pytest.CaptureFi
     assert "no password" in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_reported_before_the_run(status: RunStatus, served: int) -> None:
+def test_port_in_use_is_reported_before_the_run(status: RunStatus, served: int) -> None:
     with pytest.raises(ConfigError, match="cannot listen on"), serve_status_page(f"127.0.0.1:{served}", status):
         pass
 
 
-def test_the_page_of_a_running_federation(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_page_of_a_running_federation(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     grid, hear, out, seen = (
         make_grid(consortium, tmp_path),
         RecordingCallback(),

@@ -35,7 +35,7 @@ def a_status() -> RunStatus:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1200])
-def test_the_page_is_readable(browser: Any, width: int, dark: bool, tmp_path: Any) -> None:
+def test_page_is_readable(browser: Any, width: int, dark: bool, tmp_path: Any) -> None:
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": scheme})
     size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}

@@ -82,7 +82,7 @@ def over(tmp_path_factory: pytest.TempPathFactory, consortium: Consortium) -> Si
     return SimpleNamespace(folder=folder, grid=grid, result=result, said=hear.said, seen=seen)
 
 
-def test_a_validator_is_never_asked_to_train(over: SimpleNamespace) -> None:
+def test_validator_is_never_asked_to_train(over: SimpleNamespace) -> None:
     assert {name for kind, name in over.grid.log if kind == TRAIN} == set(CLIENTS)
     assert {name for kind, name in over.grid.log if kind == EVALUATE} == {*CLIENTS, VALIDATOR}
     assert [row["clients"] for row in over.result.rows] == [2, 2]
@@ -90,7 +90,7 @@ def test_a_validator_is_never_asked_to_train(over: SimpleNamespace) -> None:
     assert json.loads((over.folder / "out" / "sites.json").read_text())[VALIDATOR]["samples"] == 0
 
 
-def test_its_data_counts_in_the_pooled_evaluation_and_by_site(over: SimpleNamespace) -> None:
+def test_validator_data_is_in_the_pooled_and_in_the_site_evaluation(over: SimpleNamespace) -> None:
     with (over.folder / "out" / "per_class.csv").open() as file:
         table = {row["class"]: row for row in csv.DictReader(file)}
     assert [len(targets) for _, targets in over.seen[-3:]] == [36, 28, 50]  # all of the validator's images
@@ -105,7 +105,7 @@ def test_its_data_counts_in_the_pooled_evaluation_and_by_site(over: SimpleNamesp
     assert [line.split(",")[:2] for line in by_site[1:]] == [["site-a", "36"], ["site-b", "28"], ["site-c", "50"]]
 
 
-def test_it_does_not_change_the_model(over: SimpleNamespace, consortium: Consortium, tmp_path: Path) -> None:
+def test_validator_does_not_change_the_model(over: SimpleNamespace, consortium: Consortium, tmp_path: Path) -> None:
     own = {"data.size": 8, "sites.classes": CLASSES, "sites.channels": 1, "partition.holdout": 0.4}
     experiment = consortium.experiment("none", training__rounds=2).changed(own)
     RunFolder(tmp_path / "out").create(experiment)
@@ -118,12 +118,12 @@ def test_it_does_not_change_the_model(over: SimpleNamespace, consortium: Consort
     assert all(bool((without.weights[name] == tensor).all()) for name, tensor in over.result.weights.items())
 
 
-def test_it_gets_the_model_too(over: SimpleNamespace) -> None:
+def test_validator_receives_the_model(over: SimpleNamespace) -> None:
     assert (MODEL, VALIDATOR) in over.grid.log
     assert load_model(over.folder / VALIDATOR / "model.safetensors").classes == tuple(CLASSES)
 
 
-def test_who_comes_in_the_wrong_way_is_told(consortium: Consortium, tmp_path: Path) -> None:
+def test_joining_with_the_wrong_command_is_rejected_with_advice(consortium: Consortium, tmp_path: Path) -> None:
     """A client that is listed as validating, and a validator that is not."""
     grid = make_grid(consortium, tmp_path)
     _, hear = served(consortium, tmp_path, grid)
@@ -131,7 +131,7 @@ def test_who_comes_in_the_wrong_way_is_told(consortium: Consortium, tmp_path: Pa
     assert "site-c did not receive the model" in " ".join(hear.said)
 
 
-def test_the_site_itself_refuses_to_train(consortium: Consortium, tmp_path: Path) -> None:
+def test_validating_site_rejects_training(consortium: Consortium, tmp_path: Path) -> None:
     experiment = resolve_for_sites(consortium.server(partition__holdout=0.3), (1, 8, 8))
     setup = StudySetup(
         run="run1", experiment=settings_for_sites(experiment), classes=tuple(CLASSES), shape=(1, 8, 8), clients=3
@@ -146,7 +146,7 @@ def test_the_site_itself_refuses_to_train(consortium: Consortium, tmp_path: Path
     ]
 
 
-def test_class_names_are_compared_before_anybody_is_asked(consortium: Consortium, tmp_path: Path) -> None:
+def test_class_names_are_compared_before_approval(consortium: Consortium, tmp_path: Path) -> None:
     experiment = resolve_for_sites(consortium.server(), (1, 8, 8))
     said: list[str] = []
     setup = StudySetup(
@@ -177,7 +177,9 @@ def test_validators_are_kept_in_the_servers_file(tmp_path: Path) -> None:
 # ---- a model's file
 
 
-def test_metrics_of_a_file_and_what_may_be_sent(over: SimpleNamespace, consortium: Consortium, tmp_path: Path) -> None:
+def test_validation_of_a_model_file_and_the_file_to_send(
+    over: SimpleNamespace, consortium: Consortium, tmp_path: Path
+) -> None:
     home, out = consortium.folder, tmp_path / "counts.json"
     with (home / "test" / "labels.csv").open() as file:
         rows = list(csv.reader(file))
@@ -206,7 +208,7 @@ def test_metrics_of_a_file_and_what_may_be_sent(over: SimpleNamespace, consortiu
     assert not {".png", "image"} & set(out.read_text().split('"'))
 
 
-def test_other_class_names_are_refused_with_the_likely_ones(
+def test_unknown_class_names_are_rejected_with_suggestions(
     over: SimpleNamespace,
     consortium: Consortium,
     tmp_path: Path,
@@ -220,7 +222,7 @@ def test_other_class_names_are_refused_with_the_likely_ones(
         validate.validate_model(load_run(over.folder / "out").model, site)
 
 
-def test_a_server_wants_a_name() -> None:
+def test_validate_with_a_server_needs_a_name() -> None:
     done = CliRunner().invoke(app, ["validate", "fed.example.org:8000", "--csv", "a.csv", "--images", "."])
     assert isinstance(done.exception, ConfigError)
     assert "give it with --name" in str(done.exception)

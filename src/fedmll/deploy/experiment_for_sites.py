@@ -26,21 +26,14 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class StudySetup:
-    """What the server sends to every site with every message: a site or the server may have been restarted meanwhile.
+    """What the server sends to every site with every message, because either may have been restarted."""
 
-    Attributes:
-        run: the name of the server's run. Another run must not use this one's client state.
-        experiment: the sections of the experiment that sites need.
-        classes: the classes of the study; None: label sets are private, and a site knows only its own classes.
-        shape: channels, height and width of the images.
-        clients: the number of clients.
-    """
-
-    run: str
-    experiment: dict[str, Any]
+    run: str  # the name of the server's run. Another run must not use this one's client state.
+    experiment: dict[str, Any]  # the sections of the experiment that sites need
+    # the classes of the study; None: label sets are private, and a site knows only its own classes
     classes: tuple[str, ...] | None
-    shape: tuple[int, ...]
-    clients: int
+    shape: tuple[int, ...]  # channels, height and width of the images
+    clients: int  # the number of clients
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -61,21 +61,13 @@ class AuditLog:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditVerification:
-    """The result of `verify_audit_log`.
+    """The result of `verify_audit_log`."""
 
-    Attributes:
-        lines: the number of lines that were read.
-        incomplete: numbers of the entries that report an incomplete line before them.
-        last_hash: the hash of the last line that fits.
-        first_bad_line: the number of the first line that does not fit; None: all fit.
-        reason: what is wrong with it.
-    """
-
-    lines: int
-    incomplete: tuple[int, ...]
-    last_hash: str
-    first_bad_line: int | None = None
-    reason: str = ""
+    lines: int  # the number of lines that were read
+    incomplete: tuple[int, ...]  # numbers of the entries that report an incomplete line before them
+    last_hash: str  # the hash of the last line that fits
+    first_bad_line: int | None = None  # the number of the first line that does not fit; None: all fit
+    reason: str = ""  # what is wrong with it
 
 
 def verify_audit_log(path: Path) -> AuditVerification:

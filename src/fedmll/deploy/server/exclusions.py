@@ -23,17 +23,11 @@ EXCLUDED_FILE = "excluded.json"
 
 @dataclass(frozen=True)
 class Exclusions:
-    """The exclusions as the files are at the moment; a server reads them while it runs.
+    """The exclusions as the files are at the moment; a server reads them while it runs."""
 
-    Args:
-        out: the run's folder; None: no client is excluded.
-        keys: the folder of keys; None: no key is revoked.
-        fingerprints: by name, the fingerprint of the client's key.
-    """
-
-    out: Path | None = None
-    keys: Path | None = None
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    out: Path | None = None  # the run's folder; None: no client is excluded
+    keys: Path | None = None  # the folder of keys; None: no key is revoked
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # by name: of the client's key
 
     def excluded(self) -> frozenset[str]:
         return frozenset() if self.out is None else frozenset(read_excluded(self.out))

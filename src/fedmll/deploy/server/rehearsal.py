@@ -75,14 +75,7 @@ def client_names(clients: int) -> tuple[str, ...]:
 def prepare_rehearsal(
     experiment: Experiment, clients: int, folder: Path, progress: Progress = no_progress
 ) -> Rehearsal:
-    """Divide the experiment's data, write it to folders, and create keys.
-
-    Args:
-        experiment: what to rehearse. The clients hold out the share that it says.
-        clients: the number of clients.
-        folder: where data and keys are written; it must not exist.
-        progress: shows the progress of loading.
-    """
+    """Divide the experiment's data, write it to folders in `folder`, which must not exist, and create keys."""
     if folder.exists():
         raise ConfigError(
             f"{folder}, the folder for the images of a rehearsal's clients, exists already. Remove it, or choose "
@@ -101,26 +94,22 @@ def prepare_rehearsal(
         files.write_atomic(folder / "keys" / f"{name}.labels", "".join(f"{label}\n" for label in known))
     test = write_folder(divided.test, folder / "server")
     certificates.create_server_certificate(folder / "keys", [])
-    served = {
-        "data.name": f"folder:{test}",
-        "data.root": str(test.parent / "images"),
-        "data.size": divided.test.sample_shape[1:],
-        "data.limit": None,
-    }
-    changed = {
-        "partition.kind": "natural",
-        "partition.clients": None,
-        "annotation.kind": "none",
-        "annotation.missing": 0,
-    }
-    plain = {
-        "data.layout": "quadrants",
-        "data.singles": "proportional",
-        "data.pairs": "proportional",
-        "data.top_classes": None,
-    }
-    read = {"data.classes": (), "data.ignore": (), "data.group": None, "data.window": None}
-    rehearsed = experiment.changed(served | changed | plain | read)
+    rehearsed = experiment.changed(
+        {
+            "data.name": f"folder:{test}",
+            "data.root": str(test.parent / "images"),
+            "data.size": divided.test.sample_shape[1:],
+            "partition.kind": "natural",
+            "annotation.kind": "none",
+            "annotation.missing": 0,
+            # the rest as by default: it was applied when the data was divided
+            **dict.fromkeys(("data.limit", "data.top_classes", "data.group", "data.window", "partition.clients")),
+            **dict.fromkeys(("data.classes", "data.ignore"), ()),
+            "data.layout": "quadrants",
+            "data.singles": "proportional",
+            "data.pairs": "proportional",
+        }
+    )
     return Rehearsal(names=names, experiment=rehearsed, folder=folder, digest=study_digest(rehearsed, clients))
 
 

@@ -205,22 +205,15 @@ def run_federation(
 ) -> Result:
     """Run a federation on any of Flower's Grids: that of a SuperLink, or of the simulation engine.
 
-    Args:
-        grid: sends messages to nodes.
-        experiment: what to run, as it is in the run's folder.
-        settings: the clients and deadlines.
-        out: the run's folder.
-        callback: watches the run.
-        check_alive: raises when the SuperLink has ended.
-        confirm: asks the operator.
+    `experiment` is the one in the run's folder. `check_alive` raises when the SuperLink has ended.
     """
     check_can_start_with(experiment, settings)
     site_folder.make_private_folder(out)  # it has the names and metrics of sites
     with open_console(out, settings, experiment, callback) as console:
-        return _run_federation(grid, experiment, settings, out, console, check_alive, confirm)
+        return _run_with_console(grid, experiment, settings, out, console, check_alive, confirm)
 
 
-def _run_federation(
+def _run_with_console(
     grid: Grid,
     experiment: Experiment,
     settings: ServerSettings,

@@ -21,45 +21,25 @@ SETTINGS_FILE, INTRODUCTIONS_FILE = "server.json", "sites.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """The settings of a federation's server. Of these only the clients' names affect the result.
+    """The settings of a federation's server. Of these only the clients' names affect the result."""
 
-    Attributes:
-        clients: the names of the clients.
-        host: the address to listen on.
-        port: the port to listen on.
-        keys: the folder of keys; None: insecure.
-        min_clients: how many valid replies a round needs.
-        round_timeout: seconds that a round may take.
-        join_timeout: seconds in which the clients that the run starts with must join.
-        max_attempts: how often a round with too few replies is tried.
-        max_share: the largest share of one client in an average by size.
-        dropped: clients that take no further part; they keep their index.
-        validators: names of sites that only evaluate the model.
-        start_with: how many clients must have joined before round 1; None: all.
-        status: HOST:PORT of the status page.
-        thresholds: what thresholds are chosen for, from the sites' histograms (evaluation/thresholds.py).
-        calibrate: the calibration of probabilities.
-        announced: the number of clients in the setup that sites approve; None: all of `clients`.
-        run: the name of the run.
-    """
-
-    clients: tuple[str, ...]
-    host: str = "0.0.0.0"
-    port: int = 8000
-    keys: str | None = "keys"
-    min_clients: int = 2
-    round_timeout: float = 600
-    join_timeout: float = 1800
-    max_attempts: int = 3
-    max_share: float = 1.0
-    dropped: tuple[str, ...] = ()
-    validators: tuple[str, ...] = ()
-    start_with: int | None = None
-    status: str | None = None
-    thresholds: str = "f1"
-    calibrate: str = "none"
-    announced: int | None = None
-    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    clients: tuple[str, ...]  # the names of the clients
+    host: str = "0.0.0.0"  # the address to listen on
+    port: int = 8000  # the port to listen on
+    keys: str | None = "keys"  # the folder of keys; None: insecure
+    min_clients: int = 2  # how many valid replies a round needs
+    round_timeout: float = 600  # seconds that a round may take
+    join_timeout: float = 1800  # seconds in which the clients that the run starts with must join
+    max_attempts: int = 3  # how often a round with too few replies is tried
+    max_share: float = 1.0  # the largest share of one client in an average by size
+    dropped: tuple[str, ...] = ()  # clients that take no further part; they keep their index
+    validators: tuple[str, ...] = ()  # names of sites that only evaluate the model
+    start_with: int | None = None  # how many clients must have joined before round 1; None: all
+    status: str | None = None  # HOST:PORT of the status page
+    thresholds: str = "f1"  # what thresholds are chosen for, from the sites' histograms (evaluation/thresholds.py)
+    calibrate: str = "none"  # the calibration of probabilities
+    announced: int | None = None  # the number of clients in the setup that sites approve; None: all of `clients`
+    run: str = field(default_factory=lambda: secrets.token_hex(8))  # the name of the run
 
     def __post_init__(self) -> None:
         if not self.clients:
@@ -154,17 +134,7 @@ def change_server_settings(
     address: tuple[str, int] | None = None,
     status: str | None = None,
 ) -> ServerSettings:
-    """Change the settings for the rest of a run; None: a setting stays.
-
-    Args:
-        out: the run's folder.
-        drop: clients that take no further part.
-        min_clients: how many valid replies a round needs.
-        start_with: how many clients must have joined before round 1.
-        round_timeout: seconds that a round may take.
-        address: host and port to listen on.
-        status: HOST:PORT of the status page.
-    """
+    """Change the settings for the rest of a run; None: a setting stays. Clients in `drop` take no further part."""
     settings = read_server_settings(out)
     for name in drop:
         if name not in settings.clients:

@@ -34,15 +34,10 @@ Introductions = Mapping[str, Introduction]  # by name
 
 @dataclass(frozen=True)
 class ServerData:
-    """What the server itself has.
+    """What the server itself has."""
 
-    Attributes:
-        test: the test images. Without any it is empty, but has the classes and the shape of the images.
-        unlabelled: images without labels, for methods that use them.
-    """
-
-    test: Dataset
-    unlabelled: Dataset | None
+    test: Dataset  # the test images. Without any it is empty, but has the classes and the shape of the images.
+    unlabelled: Dataset | None  # images without labels, for methods that use them
 
 
 def load_server_data(experiment: Experiment, callback: Callback) -> ServerData:

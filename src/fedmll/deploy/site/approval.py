@@ -50,14 +50,8 @@ def check_approved_digest(approved: str, digest: str) -> None:
 def describe_study(task: Task, training: int, held_out: int, memory: float) -> list[tuple[str, str]]:
     """What a person approves: the settings that decide how much is learnt about the images, and what leaves.
 
-    Args:
-        task: the study at this site.
-        training: the number of training images; 0: the site only validates.
-        held_out: the number of images held out for tests.
-        memory: bytes for the model and one batch.
-
-    Returns:
-        Pairs (name, value).
+    `training` and `held_out` are numbers of images (without training images the site only validates), `memory` the
+    bytes for the model and one batch. Returns pairs (name, value).
     """
     experiment = task.experiment
     batch, epochs = experiment.training.batch_size, experiment.training.local_epochs
@@ -101,14 +95,7 @@ def describe_study(task: Task, training: int, held_out: int, memory: float) -> l
 def request_approval(
     state_dir: Path, digest: str, rows: list[tuple[str, str]], show: Callable[[str], None], confirm: Confirm
 ) -> None:
-    """Show a study and ask for approval, unless it was approved before.
-
-    Args:
-        state_dir: the site's folder, with the approved studies.
-        digest: the digest of the study.
-        rows: the description of the study (`describe_study`).
-        show: prints one line.
-        confirm: asks the question.
+    """Show a study (`rows` of `describe_study`) and ask for approval, unless it was approved before.
 
     Raises:
         SiteError: nobody approved.

@@ -227,10 +227,7 @@ def train_local_baseline(
 ) -> tuple[NDArray[np.float32], str | None]:
     """Train a model on the site's own data.
 
-    Args:
-        worker: the site after the run.
-        validation: rows of the held-out data that select the best round, if the experiment keeps the best one.
-        progress: called after every round.
+    If the experiment keeps the best round, `validation` (rows of the held-out data) selects it.
 
     Returns:
         The predictions for the held-out data, (N, number of classes that the site annotates); and, if the method does

@@ -38,21 +38,13 @@ FLUSH_SECONDS = 2  # until the SuperNode has forwarded the last reply
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAccess:
-    """How a site reaches its server.
+    """How a site reaches its server."""
 
-    Attributes:
-        server: HOST:PORT.
-        ca: the certificate of the consortium's certificate authority; None: no TLS (--insecure).
-        key: the site's private key; None: --insecure.
-        patience: seconds without the server until the site gives up; the default is a night.
-        passphrase: the passphrase of the key.
-    """
-
-    server: str
-    ca: Path | None
-    key: Path | None
-    patience: float = 43_200
-    passphrase: str | None = None
+    server: str  # HOST:PORT
+    ca: Path | None  # the certificate of the consortium's certificate authority; None: no TLS (--insecure)
+    key: Path | None  # the site's private key; None: --insecure
+    patience: float = 43_200  # seconds without the server until the site gives up; the default is a night
+    passphrase: str | None = None  # the passphrase of the key
 
     @property
     def host_and_port(self) -> tuple[str, int]:

@@ -33,26 +33,15 @@ GIGABYTE = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What the trial measured.
+    """What the trial measured."""
 
-    Attributes:
-        weights: bytes of all parameters and buffers.
-        activations: bytes of the modules' outputs for TRIAL_IMAGES images.
-        width: the number of features per image.
-    """
-
-    weights: float
-    activations: float
-    width: int
+    weights: float  # bytes of all parameters and buffers
+    activations: float  # bytes of the modules' outputs for TRIAL_IMAGES images
+    width: int  # the number of features per image
 
 
 def estimate_memory(task: Task, images: int, limit: float) -> float:
-    """Bytes for the model and one batch.
-
-    Args:
-        task: the study at this site.
-        images: the number of images; a batch is not larger.
-        limit: the largest allowed number of bytes.
+    """Bytes for the model and one batch, which is not larger than the number of images.
 
     Raises:
         SiteError: the model and one batch do not fit into `limit`.

@@ -24,21 +24,13 @@ MAX_ENTRIES = 100  # the latest ones are kept
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedCounts:
-    """Label counts that have left the site.
+    """Label counts that have left the site."""
 
-    Attributes:
-        study: digest of the study.
-        run: the server's name of the run.
-        data: digest of the images and labels, training and held out.
-        time: when the counts left (UTC).
-        labels: the counts by class.
-    """
-
-    study: str
-    run: str
-    data: str
-    time: str
-    labels: LabelCounts
+    study: str  # digest of the study
+    run: str  # the server's name of the run
+    data: str  # digest of the images and labels, training and held out
+    time: str  # when the counts left (UTC)
+    labels: LabelCounts  # the counts by class
 
 
 def read_released_counts(state_dir: Path, show: Callable[[str], None] = print) -> list[ReleasedCounts]:

@@ -16,21 +16,14 @@ from fedmll.deploy.site.approval import delete_setup_record
 
 @dataclass(frozen=True, kw_only=True)
 class SiteLimits:
-    """Limits that hold at a site whatever a server asks for.
+    """Limits that hold at a site whatever a server asks for."""
 
-    Attributes:
-        max_rounds: the largest number of rounds.
-        min_images: the smallest number of training images: a model trained on few images reveals much about each.
-        max_memory: GB for the model and one batch.
-        methods: the only allowed methods; empty: all.
-        min_count: counts of fewer positive or negative images of a class stay at the site.
-    """
-
-    max_rounds: int = 1000
+    max_rounds: int = 1000  # the largest number of rounds
+    # the smallest number of training images: a model trained on few images reveals much about each
     min_images: int = 10
-    max_memory: float = 4.0
-    methods: tuple[str, ...] = ()
-    min_count: int = 10
+    max_memory: float = 4.0  # GB for the model and one batch
+    methods: tuple[str, ...] = ()  # the only allowed methods; empty: all
+    min_count: int = 10  # counts of fewer positive or negative images of a class stay at the site
 
     def __post_init__(self) -> None:
         if min(self.max_rounds, self.min_images, self.min_count) < 1 or not self.max_memory > 0:
@@ -61,43 +54,27 @@ class SiteLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A site's data, folders and limits.
+    """A site's data, folders and limits."""
 
-    Attributes:
-        name: the site's name in the federation.
-        csv: the labels file.
-        images: the folder that the paths in the labels file start from.
-        state_dir: the site's own folder (see site_folder.py).
-        classes: the only columns to use; empty: all.
-        device: cpu, cuda or auto.
-        ignore, group, window, skip_unreadable: as in an experiment's [data].
-        local_files: the site's copies of files that an experiment names by their digest.
-        limits: what the site does not do.
-        needs_approval: a person approves every study at the terminal; False: a simulation with sites of one's own.
-        keep_cache: keep the prepared images in `state_dir` when the run is over.
-        class_renames: pairs (the site's name of a class, the study's name).
-        out: where the model and its report go; None: `state_dir`.
-        validation_only: the site tests the model and never trains.
-        approved_digest: the digest of the only study that the site takes part in. Then nobody is asked.
-    """
-
-    name: str
-    csv: Path
-    images: Path
-    state_dir: Path
-    classes: tuple[str, ...] = ()
-    device: str = "auto"
-    ignore: tuple[str, ...] = ()
+    name: str  # the site's name in the federation
+    csv: Path  # the labels file
+    images: Path  # the folder that the paths in the labels file start from
+    state_dir: Path  # the site's own folder (see site_folder.py)
+    classes: tuple[str, ...] = ()  # the only columns to use; empty: all
+    device: str = "auto"  # cpu, cuda or auto
+    ignore: tuple[str, ...] = ()  # this and the next three: as in an experiment's [data]
     group: str | None = None
     window: tuple[float, float] | None = None
     skip_unreadable: bool = False
-    local_files: tuple[Path, ...] = ()
-    limits: SiteLimits = field(default_factory=SiteLimits)
+    local_files: tuple[Path, ...] = ()  # the site's copies of files that an experiment names by their digest
+    limits: SiteLimits = field(default_factory=SiteLimits)  # what the site does not do
+    # a person approves every study at the terminal; False: a simulation with sites of one's own
     needs_approval: bool = False
-    keep_cache: bool = False
-    class_renames: tuple[tuple[str, str], ...] = ()
-    out: Path | None = None
-    validation_only: bool = False
+    keep_cache: bool = False  # keep the prepared images in `state_dir` when the run is over
+    class_renames: tuple[tuple[str, str], ...] = ()  # pairs (the site's name of a class, the study's name)
+    out: Path | None = None  # where the model and its report go; None: `state_dir`
+    validation_only: bool = False  # the site tests the model and never trains
+    # the digest of the only study that the site takes part in. Then nobody is asked.
     approved_digest: str | None = None
 
     @property

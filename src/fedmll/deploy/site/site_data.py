@@ -26,21 +26,14 @@ CHUNK = 256  # images in memory while all images are examined
 
 @dataclass(frozen=True, kw_only=True)
 class SiteData:
-    """A site's data, prepared for a study.
+    """A site's data, prepared for a study."""
 
-    Attributes:
-        train: the training images.
-        held_out: the site's own test data: rows marked validation or test, or a share drawn by the seed.
-        annotated: bool (C,): the site knows at least one label of the class.
-        is_validation: bool (len(held_out),): thresholds are chosen on these rows, and metrics are over the others.
-        window: the values that became 0 and 255, for images of more than 8 bits.
-    """
-
-    train: Dataset
-    held_out: Dataset
-    annotated: NDArray[np.bool_]
+    train: Dataset  # the training images
+    held_out: Dataset  # the site's own test data: rows marked validation or test, or a share drawn by the seed
+    annotated: NDArray[np.bool_]  # bool (C,): the site knows at least one label of the class
+    # bool (len(held_out),): thresholds are chosen on these rows, and metrics are over the others
     is_validation: NDArray[np.bool_]
-    window: tuple[float, float] | None = None
+    window: tuple[float, float] | None = None  # the values that became 0 and 255, for images of more than 8 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,26 +257,19 @@ def _all_blank_error(site: Site) -> DataError:
     )
 
 
-def _select_classes(table: LabelTable, classes: Sequence[str]) -> NDArray[np.int8]:
-    """The labels (N, len(classes)) of these classes.
-
-    A class that the file does not have is unknown. In the `A|B|C` form it is absent, except in rows without any label.
-    """
-    columns = {name: column for column, name in enumerate(table.classes)}
-    labels = np.full((len(table.paths), len(classes)), UNKNOWN, np.int8)
-    if table.is_list_form:
-        labels[(table.labels != UNKNOWN).any(axis=1)] = ABSENT
-    for column, name in enumerate(classes):
-        if name in columns:
-            labels[:, column] = table.labels[:, columns[name]]
-    return labels
-
-
 def _align_labels(site: Site, table: LabelTable, classes: tuple[str, ...]) -> NDArray[np.int8]:
-    """The labels in the study's order of classes. Classes that the site does not annotate are unknown."""
+    """The labels (N, len(classes)) in the study's order of classes. Classes that the file does not have are unknown.
+
+    In the `A|B|C` form they are absent, except in rows without any label. If --classes names what the site annotates,
+    this form means nothing for other classes.
+    """
     check_known_classes(site, table.classes, classes)
-    # --classes names what the site annotates: then the `A|B|C` form means nothing for other classes
-    return _select_classes(replace(table, is_list_form=table.is_list_form and not site.classes), classes)
+    labels = np.full((len(table.paths), len(classes)), UNKNOWN, np.int8)
+    if table.is_list_form and not site.classes:
+        labels[(table.labels != UNKNOWN).any(axis=1)] = ABSENT
+    for column, name in enumerate(table.classes):
+        labels[:, classes.index(name)] = table.labels[:, column]
+    return labels
 
 
 def _convert_channels(site: Site, store: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:

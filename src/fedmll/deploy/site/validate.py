@@ -26,25 +26,15 @@ from fedmll.runs.formatting import to_json
 
 @dataclass(frozen=True, kw_only=True)
 class ModelValidation:
-    """The result of a validation.
+    """The result of a validation."""
 
-    Attributes:
-        model: the model file.
-        classes: the classes of the model.
-        images: the number of test images.
-        report: exact metrics, which stay at the site.
-        counts: (2, C, BINS) score histograms without those of `withheld_classes`; they may be sent.
-        withheld_classes: classes with some, but fewer than `min_count`, positive or negative images.
-        min_count: the site's limit.
-    """
-
-    model: Path
-    classes: tuple[str, ...]
-    images: int
-    report: metrics.ClassificationReport
-    counts: Ints
-    withheld_classes: tuple[str, ...]
-    min_count: int
+    model: Path  # the model file
+    classes: tuple[str, ...]  # the classes of the model
+    images: int  # the number of test images
+    report: metrics.ClassificationReport  # exact metrics, which stay at the site
+    counts: Ints  # (2, C, BINS) score histograms without those of `withheld_classes`; they may be sent
+    withheld_classes: tuple[str, ...]  # classes with some, but fewer than `min_count`, positive or negative images
+    min_count: int  # the site's limit
 
     def write(self, file: Path) -> None:
         """Write what may be sent: histograms, and the metrics that follow from them."""

@@ -50,11 +50,6 @@ _estimates: dict[tuple[Any, ...], float] = {}  # measured once per process: (wha
 class SiteWorker:
     """A site that takes part in one study. The study is approved before anything large is read or built.
 
-    Args:
-        site: the site's configuration.
-        setup: what the server asks for.
-        show: prints one line for the site's operator.
-
     Raises:
         SiteError: the site does not take part.
         DataError: the site's data cannot be used.
@@ -125,9 +120,8 @@ class SiteWorker:
         table = site_data.read_site_labels(self.site)
         site_data.check_known_classes(self.site, table.classes, classes)
         missing = [name for name in classes if name not in table.classes]
-        if missing and not (
-            table.is_list_form and not self.site.classes
-        ):  # a class that a list does not name is absent
+        absent_if_not_listed = table.is_list_form and not self.site.classes
+        if missing and not absent_if_not_listed:
             self.show(f"not annotated here, so unknown: {', '.join(missing)}")
 
     def introduce(self) -> dict[str, Any]:

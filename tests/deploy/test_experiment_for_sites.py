@@ -37,7 +37,7 @@ from fedmll.deploy.server import serve
 from fedmll.deploy.site.site_config import write_site_file
 
 
-def test_sites_are_told_what_the_server_decided() -> None:
+def test_sites_receive_the_resolved_settings() -> None:
     cifar = Experiment.make({"data": {"name": "ml-cifar10"}, "method": {"name": "fednca-ml"}})
     told = settings_for_sites(cifar)
     assert told["data"] == {"name": "none"}
@@ -46,7 +46,7 @@ def test_sites_are_told_what_the_server_decided() -> None:
     assert settings_for_sites(Experiment.make({"method": {"name": "fedmlp"}}))["method"]["first_stage"] == 2
 
 
-def test_settings_of_the_server_never_leave_it(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_settings_of_the_server_are_not_sent(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     unlabelled = tmp_path / "unlabelled"
     unlabelled.mkdir()
     for place in range(40):
@@ -82,7 +82,7 @@ def with_file(consortium: Consortium, folder: Path, file: Path, others: dict[str
     return grid
 
 
-def test_a_site_with_another_text_encoder_is_refused(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_site_with_another_text_encoder_is_rejected(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     file, other = tmp_path / "vectors.txt", tmp_path / "other.txt"
     glove(file, 0)
     glove(other, 1)
@@ -99,7 +99,7 @@ def test_a_site_with_another_text_encoder_is_refused(consortium: Consortium, tmp
         assert str(tmp_path) not in json.dumps(from_records(message.content)[1])
 
 
-def test_a_site_whose_encoder_reads_otherwise_is_refused(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_site_with_another_tokenizer_is_rejected(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     """The same file, and other vectors: another version of a library, or a site that lies."""
     file = tmp_path / "vectors.txt"
     glove(file, 0)
@@ -123,7 +123,7 @@ def test_a_site_whose_encoder_reads_otherwise_is_refused(consortium: Consortium,
     assert "labels" in refusals[0]
 
 
-def test_a_site_with_another_frozen_backbone_is_refused_and_its_weights_never_travel(
+def test_site_with_another_frozen_backbone_is_refused_and_its_weights_never_travel(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_site_with_another_frozen_backbone_is_refused_and_its_weights_never_tr
     assert {len(tensors["weights"]) for tensors in sent if "weights" in tensors} == {10 * (8 + 1)}  # the head alone
 
 
-def test_sites_with_the_same_encoder_are_welcome(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_sites_with_the_same_encoder_are_accepted(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     file, hear = tmp_path / "vectors.txt", RecordingCallback()
     glove(file, 0)
     (tmp_path / "copy").mkdir()
@@ -158,7 +158,7 @@ def test_sites_with_the_same_encoder_are_welcome(consortium: Consortium, tmp_pat
     assert not [text for text in hear.said if "rejected" in text]
 
 
-def test_a_site_whose_labels_changed_is_refused(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_site_with_changed_labels_is_rejected(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     mine = Consortium(tmp_path / "copy")
     shutil.copytree(consortium.folder, mine.folder)
     grid = make_grid(mine, tmp_path)
@@ -176,13 +176,13 @@ def test_a_site_whose_labels_changed_is_refused(consortium: Consortium, tmp_path
     )
 
 
-def test_the_final_model_costs_no_second_exchange(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_final_model_needs_no_second_exchange(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     grid = make_grid(consortium, tmp_path)
     drive(consortium, grid, tmp_path / "out", training__rounds=2, partition__holdout=0.2)
     assert [kind for kind, _ in grid.log].count(EVALUATE) == 2 * len(NAMES)
 
 
-def test_a_server_that_cannot_start_leaves_no_folder(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_server_that_cannot_start_leaves_no_folder(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     import socket
 
     server = serve.ServerSettings(clients=NAMES, host="127.0.0.1", port=1, keys=str(consortium.keys))
