@@ -25,7 +25,7 @@ from fedmll.data import sources
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.sources import load
 from fedmll.data.sources.base import DownloadableFile, Source
-from fedmll.reports.figures import contact_sheet, label_statistics
+from fedmll.reports.figures import image_sheets, label_statistics
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +87,10 @@ def test_what_is_below_an_image() -> None:
     data = Dataset(
         np.zeros((3, 1, 2, 2), np.uint8), np.array([[1, 0, 1], [0, 0, 0], [-1, 1, -1]], np.int8), tuple("abc")
     )
-    assert [contact_sheet.describe_labels(data, k) for k in range(3)] == ["a, c", "–", "b (2 unknown)"]
+    assert [image_sheets.describe_sample(data, k) for k in range(3)] == ["a, c", "–", "b (2 unknown)"]
     assert (
-        contact_sheet.choose_positions(data, 2, 1) == contact_sheet.choose_positions(data, 2, 1)
-        and len(contact_sheet.choose_positions(data, 9, 0)) == 3
+        image_sheets.choose_positions(data, 2, 1) == image_sheets.choose_positions(data, 2, 1)
+        and len(image_sheets.choose_positions(data, 9, 0)) == 3
     )
 
 

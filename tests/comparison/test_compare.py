@@ -21,9 +21,9 @@ import pytest
 from conftest import Said, small
 
 from fedmll.comparison import compare as compare_module
-from fedmll.comparison import execution, tables
+from fedmll.comparison import tables
+from fedmll.comparison.compare import ComparisonCallback, ComparisonRunner
 from fedmll.comparison.comparison_folder import ComparisonFolder
-from fedmll.comparison.execution import ComparisonRunner
 from fedmll.comparison.plan import Variant, cross_variants, parse_variant
 from fedmll.comparison.results import Comparison, ComparisonCell, main_table, margin_table
 from fedmll.config.experiment import Experiment
@@ -42,9 +42,9 @@ class World:
         self.built: list[Experiment] = []
         self.division: Callable[[Experiment], None] = lambda experiment: None
         self.labels = np.array([[1], [0]])
-        monkeypatch.setattr(execution, "run", self._run)
-        monkeypatch.setattr(execution, "resume", self._resume)
-        monkeypatch.setattr(execution.federation, "build", self._build)
+        monkeypatch.setattr(compare_module, "run", self._run)
+        monkeypatch.setattr(compare_module, "resume", self._resume)
+        monkeypatch.setattr(compare_module.federation, "build", self._build)
 
     def _build(self, experiment: Experiment, progress: object) -> Any:
         self.division(experiment)
@@ -75,16 +75,14 @@ class World:
     ) -> ComparisonRunner:
         variants = [parse_variant(name) for name in methods.split(",")]
         rows = cross_variants(variants, vary or {})
-        return ComparisonRunner(small(), rows, seeds, ComparisonFolder(self.out), tune=tune, **rest)
-
-    def watch(self, cell: ComparisonCell) -> Callback:
-        callback = Callback()
+        folder, callback = ComparisonFolder(self.out), ComparisonCallback()
         callback.on_warning = self.warnings.append  # type: ignore[method-assign]
-        return callback
+        callback.on_rounds_skipped = self.skipped.append  # type: ignore[method-assign]
+        return ComparisonRunner(small(), rows, seeds, folder, tune=tune, callback=callback, **rest)
 
     def go(self, methods: str, seeds: list[int], retry: bool = False, **rest: Any) -> Comparison:
         self.ran, self.resumed, self.skipped, self.warnings, self.built = [], [], [], [], []
-        return self.runner(methods, seeds, **rest).run_all(self.watch, self.skipped.append, retry_failed=retry)
+        return self.runner(methods, seeds, **rest).run_all(retry_failed=retry)
 
 
 @pytest.fixture
@@ -229,7 +227,7 @@ def test_settings_can_be_chosen_on_a_seed_that_the_table_does_not_have(world: Wo
     world.score = best_at(0.2, 0.5)
     plan = world.runner("fedavg", [3, 4], tune=RATES, tune_seed=100)
     assert plan.total_rounds == 8 * small().training.rounds
-    found = plan.run_all(world.watch, world.skipped.append)
+    found = plan.run_all()
     chosen = "training.lr=0.2+training.weight_decay=0.5"
     assert len(world.ran) == 6 + 2 and all(name.endswith("seed-100") for name in world.ran[:6])
     assert world.ran[6:] == [f"fedavg/{chosen}/seed-{seed}" for seed in (3, 4)]
@@ -265,7 +263,7 @@ def test_a_value_that_fails_is_not_chosen(world: World) -> None:
 def test_a_row_of_which_every_value_fails_is_failed_and_the_others_go_on(world: World) -> None:
     world.score = lambda e: diverged(e) if e.method.name == "fedprox" else best_at(0.2, 0.0)(e)
     plan = world.runner("fedprox,fedavg", [0, 1, 2], tune=RATES)
-    found = plan.run_all(world.watch, world.skipped.append)
+    found = plan.run_all()
     first, second = body(found, "macro_auc")
     assert first == ["fedprox", "–", "failed", "failed", "failed"]
     assert second[2] == "61.00 ± 1.00"
@@ -309,7 +307,7 @@ def test_a_methods_own_keys_are_tried_for_its_rows_alone(world: World) -> None:
     tune = {"fedprox:mu": [0.5, 1.0], "fedprox:training.lr": [0.1, 0.2]}
     plan = world.runner("fedavg,fedprox,fedprox:weighting=equal", [3, 4], tune=tune, tune_seed=9)
     assert plan.total_rounds == (2 + 2 * (4 + 2)) * small().training.rounds
-    found = plan.run_all(world.watch, world.skipped.append)
+    found = plan.run_all()
     assert world.ran[:2] == ["fedavg/seed-3", "fedavg/seed-4"]  # no setting is chosen for it, and no seed spent on that
     chosen = "method.mu=1.0+training.lr=0.1"
     assert world.ran[6:8] == [f"fedprox/{chosen}/seed-3", f"fedprox/{chosen}/seed-4"]
@@ -471,7 +469,7 @@ def test_a_part_of_the_table_says_so(world: World) -> None:
     world.score = stopped
     plan = world.runner("fedavg,fedprox,fedavg-pl", [0, 1])
     with pytest.raises(KeyboardInterrupt):
-        plan.run_all(world.watch, world.skipped.append)
+        plan.run_all()
     found = plan.comparison()
     assert [row[1] for row in body(found, "macro_auc")] == ["50.00 ± 0.00", "50.00 (1 of 2)", "not run"]
     assert notes_of(found, []) == ["not all runs are done: the same command with the same --out continues."]
@@ -491,7 +489,7 @@ def test_while_tuning_is_not_over_nothing_is_chosen(world: World) -> None:
     world.score = stopped
     plan = world.runner("fedavg", [0], tune={"training.lr": [0.1, 0.2]})
     with pytest.raises(KeyboardInterrupt):
-        plan.run_all(world.watch, world.skipped.append)
+        plan.run_all()
     found = plan.comparison()
     assert body(found, "macro_auc") == [["fedavg", "–", "not run", "not run", "not run"]]
     assert "not all runs are done" in notes_of(found, [])[0]

@@ -17,7 +17,7 @@ import pytest
 from conftest import small
 
 from fedmll import compare
-from fedmll.comparison.compare import ComparisonCallback
+from fedmll.comparison.compare import ComparisonCallback, ComparisonRunner
 from fedmll.comparison.comparison_folder import git_commit
 from fedmll.comparison.plan import Variant
 from fedmll.comparison.results import ComparisonCell
@@ -165,16 +165,14 @@ def test_the_table_is_there_while_it_runs(tmp_path: Path) -> None:
 def test_a_run_that_diverges_or_dies_beside_another_does_not_stop_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedmll.comparison import execution
-
-    trained = execution.ComparisonRunner._train
+    trained = ComparisonRunner._train
 
     def dies(self: Any, cell: ComparisonCell, *rest: Any) -> None:
         if cell.variant.label == "fedavg-pl":
             os.kill(os.getpid(), signal.SIGKILL)
         trained(self, cell, *rest)
 
-    monkeypatch.setattr(execution.ComparisonRunner, "_train", dies)
+    monkeypatch.setattr(ComparisonRunner, "_train", dies)
     watch = Watch()
     rows = ["fedavg-pl", "fedprox:training.lr=1e38", "fedavg"]
     found = compare(small(training__optimizer="sgd"), rows, [0], tmp_path / "grid", jobs=2, callback=watch)
@@ -193,12 +191,10 @@ def test_a_run_that_diverges_or_dies_beside_another_does_not_stop_it(
 def test_a_programming_error_in_a_run_stops_all_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedmll.comparison import execution
-
     def wrong(*_: Any) -> None:
         raise ZeroDivisionError("a slip of the pen")
 
-    monkeypatch.setattr(execution.ComparisonRunner, "_train", wrong)
+    monkeypatch.setattr(ComparisonRunner, "_train", wrong)
     with pytest.raises(RuntimeError, match="a slip of the pen"):
         compare(small(), ["fedavg", "fedprox"], [0], tmp_path / "grid", jobs=2)
 

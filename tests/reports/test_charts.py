@@ -17,18 +17,19 @@ from fedmll.comparison.compared_runs import read_compared_runs
 from fedmll.data import federation
 from fedmll.evaluation.bootstrap import bootstrap_intervals
 from fedmll.reports import curves as curves_module
-from fedmll.reports.calibration_charts import (
+from fedmll.reports.charts import (
     THRESHOLDS,
     calibration_chart,
+    class_chart,
+    client_chart,
+    label_heatmaps,
     metrics_by_threshold,
     reliability_curve,
     threshold_chart,
     wilson_interval,
 )
-from fedmll.reports.class_charts import class_chart
-from fedmll.reports.client_charts import client_chart, label_heatmaps
 from fedmll.reports.curves import curve_columns, learning_curves
-from fedmll.reports.descriptions import compare_settings, count_of, describe_study
+from fedmll.reports.html_report import compare_settings, count_of, describe_study
 from fedmll.reports.result_table import rank_values, result_table
 from fedmll.runs.client_labels import read_client_labels
 from fedmll.runs.predictions import Predictions, read_predictions

@@ -11,7 +11,7 @@ from PIL import Image
 from report_runs import write_run
 
 from fedmll.cli import main
-from fedmll.reports.chart import LINES, NUMBER, Chart, ChartAxis, ChartSeries
+from fedmll.reports.charts import LINES, NUMBER, Chart, ChartAxis, ChartSeries
 from fedmll.reports.curves import draw_in_terminal
 
 
@@ -77,7 +77,7 @@ def test_as_files(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         (("--metric", "mapp"), "No run here has the metric 'mapp' (--metric); did you mean 'map'?"),
         (("--by", "second"), "There is no axis 'second' (--by); did you mean 'seconds'?"),
-        (("--out", "map.pdf"), "--out takes FILE.png, FILE.svg or FILE.csv; 'map.pdf' ends in none of them."),
+        (("--out", "map.txt"), "'map.txt' is not the name of an image: it must end in .png, .svg, .pdf, .jpg."),
     ],
 )
 def test_what_cannot_be_drawn_is_an_error(

@@ -17,12 +17,11 @@ from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.inference.load import SavedRun
 from fedmll.models.class_attention import positional_encoding
-from fedmll.reports.figure import TEXT_COLOUR, ReportFigure, to_image
+from fedmll.reports.figure import TEXT_COLOUR, ReportFigure, new_figure, show_image
 from fedmll.reports.figures import (
     attention,
     class_features,
-    class_similarity,
-    example_predictions,
+    image_sheets,
     label_correlation,
     label_coverage,
     pseudo_labels,
@@ -55,7 +54,7 @@ def pairs(matrix: np.ndarray[Any, Any]) -> list[float]:
 
 
 def test_cosines_by_hand() -> None:
-    found = class_similarity.cosines(np.array([[2, 0], [1, 1], [0, 0], [-3, 0]], np.float32))
+    found = class_features.cosines(np.array([[2, 0], [1, 1], [0, 0], [-3, 0]], np.float32))
     root = 0.5**0.5
     assert found[0].tolist() == pytest.approx([1, root, np.nan, -1], nan_ok=True)
     assert np.isnan(found[2]).all() and found[1, 3] == pytest.approx(-root)
@@ -71,7 +70,7 @@ def test_cosines_by_hand() -> None:
     ],
 )
 def test_class_vectors_of_the_head(runs: dict[str, SavedRun], method: str, vectors: dict[str, str]) -> None:
-    figure = class_similarity.class_vector_figure(runs[method])
+    figure = class_features.class_vector_figure(runs[method])
     assert figure is not None and figure.name == "class-vectors"
     weights = load_file(runs[method].path / "model.safetensors")
     for panel, (name, tensor) in enumerate(vectors.items()):
@@ -91,11 +90,11 @@ def test_mean_features_by_hand(runs: dict[str, SavedRun]) -> None:
     of = np.zeros((3, 10), dtype=bool)
     of[0, 0] = of[1, 0] = of[1, 1] = of[2, 1] = True
     vectors = np.array([[1, -1], [3, 1], [-1, 1]], np.float32)
-    figure = class_similarity.class_feature_figure(runs["fedharmony"], features_of(vectors, of))
+    figure = class_features.class_feature_figure(runs["fedharmony"], features_of(vectors, of))
     assert figure is not None
     assert figure.rows == [{"class": "zero", "other": "one", "mean features": pytest.approx(0.5**0.5)}]
     of[:, 1] = False
-    assert class_similarity.class_feature_figure(runs["fedharmony"], features_of(vectors, of)) is None
+    assert class_features.class_feature_figure(runs["fedharmony"], features_of(vectors, of)) is None
 
 
 def test_features_of_whole_images(runs: dict[str, SavedRun], small_federation: Federation) -> None:
@@ -193,7 +192,7 @@ def test_examples(runs: dict[str, SavedRun], small_federation: Federation) -> No
     """The probabilities are the kept ones, the images those that are named; of a class that is neither true nor given
     there is nothing."""
     saved, test = runs["fedharmony"], small_federation.test
-    figure, kept = example_predictions.example_figure(saved, test), saved.predictions()
+    figure, kept = image_sheets.example_figure(saved, test), saved.predictions()
     assert figure is not None
     names = list(dict.fromkeys(row["image"] for row in figure.rows))
     assert len(names) == 12
@@ -214,7 +213,7 @@ def test_examples(runs: dict[str, SavedRun], small_federation: Federation) -> No
 
 def test_marks_of_examples() -> None:
     marks = [("present", True), ("present", False), ("absent", True), ("unknown", True)]
-    said = [example_predictions._mark({"truth": truth, "predicted": predicted})[0] for truth, predicted in marks]
+    said = [image_sheets._mark({"truth": truth, "predicted": predicted})[0] for truth, predicted in marks]
     assert said == ["✓", "−", "+", "?"]
 
 
@@ -307,19 +306,19 @@ def test_of_many_classes_the_most_frequent_are_shown(
 ) -> None:
     saved = runs["fedharmony"]
     assert saved.most_frequent_classes(200).tolist() == list(range(10))
-    for module in (class_similarity, label_correlation):
+    for module in (class_features, label_correlation):
         monkeypatch.setattr(module, "MAX_CLASSES", 3)
     counts = (saved.predictions().targets == 1).sum(0)
     shown = saved.most_frequent_classes(3)
     assert len(shown) == 3 and shown.tolist() == sorted(shown)
     assert counts[shown].min() >= np.delete(counts, shown).max()
-    figure, other = class_similarity.class_vector_figure(saved), label_correlation.correlation_figure(saved)
+    figure, other = class_features.class_vector_figure(saved), label_correlation.correlation_figure(saved)
     assert figure is not None and other is not None and len(figure.rows) == len(other.rows) == 3
     assert {row["class"] for row in figure.rows} <= {saved.classes[c] for c in shown}
 
 
 def test_texts_read_on_white_and_on_black(runs: dict[str, SavedRun]) -> None:
-    figure = class_similarity.class_vector_figure(runs["fedharmony"])
+    figure = class_features.class_vector_figure(runs["fedharmony"])
     assert figure is not None and figure.figure.get_facecolor()[3] == 0  # the page shows through
     axes = figure.figure.axes[0]
     assert {axes.title.get_color(), axes.get_xticklabels()[0].get_color()} == {TEXT_COLOUR}
@@ -331,8 +330,12 @@ def test_texts_read_on_white_and_on_black(runs: dict[str, SavedRun]) -> None:
 
 def test_images_in_colour() -> None:
     sample = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(3, 4, 5)
-    assert to_image(sample)[1, 2].tolist() == sample[:, 1, 2].tolist()
-    assert np.array_equal(to_image(sample[:1]), sample[0])
+    axes = new_figure(1, 1).subplots()
+    show_image(axes, sample)
+    show_image(axes, sample[:1])
+    colour, grey = (image.get_array() for image in axes.images)
+    assert colour[1, 2].tolist() == sample[:, 1, 2].tolist()
+    assert np.array_equal(grey, sample[0])
 
 
 def test_chosen_by_the_seed() -> None:

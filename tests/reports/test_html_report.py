@@ -20,9 +20,9 @@ from report_runs import comparison, write_predictions, write_run
 
 from fedmll.data import federation
 from fedmll.evaluation.bootstrap import bootstrap_intervals
-from fedmll.reports import chart_files, result_table
+from fedmll.reports import chart_drawing, result_table
 from fedmll.reports.figure import ReportFigure
-from fedmll.reports.figures import mistakes
+from fedmll.reports.figures import image_sheets
 from fedmll.reports.html_report import data_url, write_report
 
 __all__ = ["comparison"]
@@ -34,8 +34,8 @@ VOID = {"meta", "input", "img", "br"}
 @pytest.fixture(autouse=True)
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few files per chart, and a short bootstrap: both are slow."""
-    monkeypatch.setattr(chart_files, "MAX_METRICS", 1)
-    monkeypatch.setattr(mistakes, "PER_CLASS", 1)
+    monkeypatch.setattr(chart_drawing, "MAX_METRICS", 1)
+    monkeypatch.setattr(image_sheets, "PER_CLASS", 1)
     monkeypatch.setattr(result_table, "bootstrap_intervals", partial(bootstrap_intervals, draws=2))
 
 

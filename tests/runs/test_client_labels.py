@@ -12,7 +12,7 @@ from conftest import small
 from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns
 from fedmll.core.errors import DataError
 from fedmll.data import federation
-from fedmll.reports.client_charts import label_heatmaps
+from fedmll.reports.charts import label_heatmaps
 from fedmll.runs.client_labels import read_client_labels, write_client_labels
 from fedmll.runs.run_folder import RunFolder, RunState
 from fedmll.runs.run_overview import RunRecord

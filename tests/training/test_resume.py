@@ -15,7 +15,7 @@ from conftest import small
 from PIL import Image
 
 from fedmll import Callback, Experiment, methods, resume, run
-from fedmll.comparison import execution
+from fedmll.comparison.compare import ComparisonRunner
 from fedmll.comparison.comparison_folder import ComparisonFolder
 from fedmll.comparison.plan import parse_variant
 from fedmll.core import registry
@@ -459,12 +459,12 @@ def test_two_processes_do_not_start_in_one_folder(tmp_path: Path) -> None:
 def test_a_comparison_does_not_mix_two_datasets(tmp_path: Path) -> None:
     csv = folder_of_images(tmp_path)
 
-    def compare(*seeds: int) -> execution.ComparisonRunner:
+    def compare(*seeds: int) -> ComparisonRunner:
         variants = [parse_variant(name) for name in ("fedavg", "fedprox")]
-        plan = execution.ComparisonRunner(
+        plan = ComparisonRunner(
             own_images(tmp_path, training__rounds=1), variants, seeds, ComparisonFolder(tmp_path / "grid")
         )
-        plan.run_all(lambda cell: Callback(), lambda rounds: None)
+        plan.run_all()
         return plan
 
     compare(0)

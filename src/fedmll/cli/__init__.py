@@ -1,8 +1,9 @@
 """The command line: parse, call the library, print. Start with `main`.
 
-- `main` — the app, `run` and `resume`
-- `options` — options that several commands share; `output`, `display` — printing and progress
-- `compare`, `report`, `predict`, `show` — comparisons, reports, predictions and overviews of runs
-- `data`, `methods`, `presets` — lists and data commands (also `weights`)
-- `server`, `site`, `validate`, `keys`, `audit` — real federations
+- `main`: the app, `run` and `resume`
+- `options`: options that several commands share; `output`, `display`: printing and progress
+- `compare`, `predict`: comparisons; trained models (also export, errors, tune)
+- `runs`: the folders of runs and comparisons (show, runs, report, plot)
+- `data`: data sources and initial weights; `methods`: methods and presets
+- `server`, `site`, `security`: real federations (server, exclude; check, join, validate; keys, audit)
 """

@@ -121,13 +121,13 @@ def compare(
 
 
 def show(title: str, found: Comparison, out: Path) -> None:
-    from fedmll.cli.output import console, plain_table
+    from fedmll.cli.output import print_markup, print_table, say
 
     for place, (header, rows) in enumerate(found.tables):
-        console.print(plain_table("" if place else title, header, [[escape(text) for text in row] for row in rows]))
+        print_table("" if place else title, header, rows)
     for note in found.notes:
-        console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True, highlight=False)
-    console.print(f"tables and every run in {out}", soft_wrap=True)
+        print_markup(f"[yellow]note:[/] {escape(note)}")
+    say(f"tables and every run in {out}")
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -28,7 +28,7 @@ from fedmll.cli.options import (
     parse_window,
     split_names,
 )
-from fedmll.cli.output import console, plain_table, say
+from fedmll.cli.output import console, print_table, say
 from fedmll.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def list_data(root: Root = None, plugins: Plugins = None) -> None:
         for source in sources.describe_sources(root)
     ]
     header = ("name", "description", "classes", "samples", "licence", "available")
-    console.print(plain_table("data sources", header, rows, words=True))
+    print_table("data sources", header, rows, words=True)
 
 
 def build_federation(arguments: ExperimentArguments) -> Federation:
@@ -83,25 +83,27 @@ def describe_data(
     """Show the data of an experiment: samples per client and class, labels per sample, frequent pairs of labels."""
     import numpy as np
 
-    from fedmll.reports.figures import label_map, label_statistics
+    from fedmll.reports.figure import write_image
+    from fedmll.reports.figures import label_statistics
 
     found = build_federation(arguments)
     for note in found.notes:
         say(note)
-    counts = label_map.count_labels(found.train.labels, found.samples)
-    console.print(label_map.label_table(counts, found.names, found.train.classes))
-    label_map.write_label_map(out, counts.positives, found.names, found.train.classes, counts.known)
+    classes = found.train.classes
+    counts = label_statistics.count_labels(found.train.labels, found.samples)
+    console.print(label_statistics.label_table(counts, found.names, classes))
+    write_image(out, label_statistics.draw_label_map(counts.positives, found.names, classes, counts.known))
     touched = ", ".join(f"{count} samples {rule}" for rule, count in found.report.items() if count)
     held_out = f"; {len(found.held_out)} held out for validation" if len(found.held_out) else ""
-    console.print(f"{found.sizes.sum()} training samples{held_out}{'; ' + touched if touched else ''}")
+    say(f"{found.sizes.sum()} training samples{held_out}{'; ' + touched if touched else ''}")
     statistics = label_statistics.label_statistics(found.train.labels[np.concatenate(found.samples)])
     say(label_statistics.describe_labels(statistics))
-    pairs = statistics.frequent_pairs(found.train.classes, FREQUENT_PAIRS)
+    pairs = statistics.frequent_pairs(classes, FREQUENT_PAIRS)
     if pairs:
         say("most frequent pairs: " + ", ".join(f"{one} and {other} ({count:,})" for one, other, count in pairs))
     second = out.with_name(f"{out.stem}-co-occurrence{out.suffix}")
-    label_statistics.write_co_occurrence(second, statistics, found.train.classes)
-    console.print(f"images written to {out} and {second}", soft_wrap=True)
+    label_statistics.write_co_occurrence(second, statistics, classes)
+    say(f"images written to {out} and {second}")
 
 
 @data_app.command("freeze")
@@ -121,7 +123,7 @@ def freeze_data(
     found = build_federation(arguments)
     checksum = write_partition_file(found, out)
     say(f"{len(found.names)} clients, {found.sizes.sum()} samples; checksum {checksum[:16]}")
-    console.print(f'partition written to {out}; use it with partition.kind = "file", partition.file', soft_wrap=True)
+    say(f'partition written to {out}; use it with partition.kind = "file", partition.file')
 
 
 @data_app.command("coverage")
@@ -138,10 +140,10 @@ def label_coverage(
     classes, total = found.train.classes, found.experiment.training.rounds
     counts = coverage.compute_coverage(found, total)
     header, rows = coverage.coverage_table(counts, classes)
-    console.print(plain_table(f"clients per round with each label, {total} rounds", header, rows))
+    print_table(f"clients per round with each label, {total} rounds", header, rows)
     if out is not None:
         files.write_atomic(out, coverage.coverage_csv(counts, classes))
-        console.print(f"all rounds written to {out}", soft_wrap=True)
+        say(f"all rounds written to {out}")
 
 
 @data_app.command("pack")
@@ -179,7 +181,7 @@ def pack_data(
         notes = pack(csv, root, out, size=size, progress=progress.on_setup_progress, reading=reading)
     for note in notes:
         say(note)
-    console.print(f"packed into {out}; use it with --data packed:{out}", soft_wrap=True)
+    say(f"packed into {out}; use it with --data packed:{out}")
 
 
 Name = Annotated[str, typer.Argument(help="A data source (see `fedmll data list`).")]
@@ -264,7 +266,7 @@ def check_data(
     rows = [
         (count.part, f"{count.found:,}", "" if count.published is None else f"{count.published:,}") for count in found
     ]
-    console.print(plain_table(name, ("samples", "found", "published"), rows))
+    print_table(name, ("samples", "found", "published"), rows)
     train = splits.train
     present = (train.labels == 1).sum(axis=0)
     ordered = sorted(zip(train.classes, present.tolist(), strict=True), key=lambda pair: -pair[1])
@@ -292,7 +294,7 @@ def show_data(
     plugins: Plugins = None,
 ) -> None:
     """Draw a contact sheet: images of a dataset with their labels."""
-    from fedmll.reports.figures import contact_sheet
+    from fedmll.reports.figures import image_sheets
 
     load_plugin_files(plugins)
     if split not in ("train", "validation", "test"):
@@ -300,8 +302,8 @@ def show_data(
     data = getattr(load_splits(name, root, skip_unreadable, settings), split)
     if data is None:
         raise ConfigError(f"'{name}' has no validation data.")
-    contact_sheet.draw_contact_sheet(out, data, contact_sheet.choose_positions(data, count, seed))
-    console.print(f"image written to {out}", soft_wrap=True)
+    image_sheets.write_contact_sheet(out, data, image_sheets.choose_positions(data, count, seed))
+    say(f"image written to {out}")
 
 
 # Initial weights
@@ -319,7 +321,7 @@ def list_weights() -> None:
         for known in PUBLISHED.values()
     ]
     header = ("name", "model.backbone", "size", "downloaded", "from")
-    console.print(plain_table("weights, trained on ImageNet", header, rows, words=True))
+    print_table("weights, trained on ImageNet", header, rows, words=True)
 
 
 @weights_app.command("get")

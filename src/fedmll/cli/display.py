@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from fedmll.cli.output import console, errors, plain_table, say
+from fedmll.cli.output import console, plain_table, print_markup, say, warn
 from fedmll.comparison.compare import ComparisonCallback
 from fedmll.comparison.results import ComparisonCell
 from fedmll.config.experiment import Experiment
@@ -125,14 +126,14 @@ class RunProgress(ComparisonCallback):
         """Once, however many runs it is true of."""
         if text not in self.noted:
             self.noted.add(text)
-            console.print(f"[dim]{escape(text)}", highlight=False, soft_wrap=True)
+            print_markup(f"[dim]{escape(text)}")
 
     def on_run_end(self, result: Result) -> None:
         if not self.inside:
             self.progress.stop()
 
     def on_warning(self, text: str) -> None:
-        errors.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+        warn(text)
 
 
 class CellProgress(Callback):
@@ -183,15 +184,15 @@ def site_table(name: str, summary: SiteDataSummary) -> Table:
     held_out = "" if summary.held_out is None else f", {summary.held_out} of them held out"
     title = f"{name}: {summary.images} images, all readable{held_out}"
     counts = zip(summary.classes, summary.present, summary.absent, summary.unknown, strict=True)
-    rows = [(escape(label), *map(str, line)) for label, *line in counts]
+    rows = [(label, *map(str, line)) for label, *line in counts]
     return plain_table(title, ("class", "present", "absent", "unknown"), rows)
 
 
-LEVELS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+LEVEL_COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def check_table(results: Sequence[CheckResult]) -> Table:
-    rows = [(result.topic, LEVELS[result.level], escape(printable(result.text, 2000))) for result in results]
+    rows = [(one.topic, Text(one.level, LEVEL_COLOURS[one.level]), printable(one.text, 2000)) for one in results]
     return plain_table("check", ("topic", "", "result"), rows, words=True)
 
 
@@ -208,8 +209,6 @@ def show_result(result: Result) -> None:
             console.print(f"[yellow]left out of {averages}[/] ({lacking} in the test data): {escape(listed)}")
     touched = {rule: count for rule, count in result.summary["partition"].items() if count}
     if touched:
-        console.print("partition: " + ", ".join(f"{count} samples {rule}" for rule, count in touched.items()))
+        say("partition: " + ", ".join(f"{count} samples {rule}" for rule, count in touched.items()))
     traffic = (result.summary["bytes_up"] + result.summary["bytes_down"]) / 1e6
-    console.print(
-        f"{result.summary['seconds']:.1f} s, {traffic:.1f} MB sent; results in {result.folder}", soft_wrap=True
-    )
+    say(f"{result.summary['seconds']:.1f} s, {traffic:.1f} MB sent; results in {result.folder}")

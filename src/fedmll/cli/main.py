@@ -9,19 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fedmll.cli import (
-    audit,
-    compare,
-    data,
-    keys,
-    methods,
-    predict,
-    presets,
-    report,
-    server,
-    show,
-    site,
-)
+from fedmll.cli import compare, data, methods, predict, runs, security, server, site
 from fedmll.cli.options import (
     Device,
     ExperimentArguments,
@@ -146,18 +134,14 @@ def resume(
     display.show_result(result)
 
 
-compare.register(app)
-show.register(app)
-predict.register(app)
-report.register(app)
-methods.register(app)
-presets.register(app)
+for module in (compare, runs, predict, methods):
+    module.register(app)
 app.add_typer(data.data_app, name="data")
 app.add_typer(data.weights_app, name="weights")
 server.register(app)
 site.register(app)
-app.add_typer(keys.keys_app, name="keys")
-app.add_typer(audit.audit_app, name="audit")
+app.add_typer(security.keys_app, name="keys")
+app.add_typer(security.audit_app, name="audit")
 
 
 def main() -> None:

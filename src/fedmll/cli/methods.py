@@ -1,4 +1,4 @@
-"""The command `methods`: a table of all methods, or one method in full."""
+"""The commands methods and presets: what can be run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import typer
 from rich.markup import escape
 
 from fedmll.cli.options import Plugins, load_plugin_files
-from fedmll.cli.output import console, options_table, plain_table
+from fedmll.cli.output import console, plain_table, print_table
+from fedmll.config.presets import PREFIX, find_table, preset_names
 from fedmll.core import registry
 from fedmll.methods.catalog import MethodSummary, read_catalog, read_costs
 
@@ -23,7 +24,8 @@ NARROW, WIDE = 120, 190  # columns of a terminal: fewer columns of the table bel
 
 
 def register(app: typer.Typer) -> None:
-    app.command("methods")(methods)
+    app.command()(methods)
+    app.command("presets")(list_presets)
 
 
 def methods(
@@ -68,7 +70,7 @@ def table_cells(method: MethodSummary) -> dict[str, str]:
         "a client keeps": method.remembers,
         "cost": "" if cost is None else f"{cost:.1f}",
     }
-    return {heading: escape(text) or NOTHING for heading, text in cells.items()}
+    return {heading: text or NOTHING for heading, text in cells.items()}
 
 
 def show_method(name: str) -> None:
@@ -79,14 +81,22 @@ def show_method(name: str) -> None:
     cells = table_cells(MethodSummary.of(method)) | {"for": ", ".join(method.setting)}
     for heading, text in cells.items():
         if heading != "name" and text != NOTHING:
-            console.print(f"{HEADINGS.get(heading, heading)}: {text}", highlight=False)
-    title = escape(f"[method] name = '{name}'")
+            console.print(escape(f"{HEADINGS.get(heading, heading)}: {text}"), highlight=False)
     for group, options in describe_options(method):
-        console.print(escape(group), highlight=False) if group else None
+        if group:
+            console.print(escape(group), highlight=False)
         if options:
-            rows = [[escape(cell) for cell in option] for option in options]
-            console.print(
-                plain_table("" if group else title, ("option", "description", "range", "default"), rows, words=True)
-            )
+            title = "" if group else f"[method] name = '{name}'"
+            print_table(title, ("option", "description", "range", "default"), options, words=True)
     if method.published:
-        console.print(options_table("as published (--as-published)", method.published | method.unpublished))
+        published = [(key, str(value)) for key, value in (method.published | method.unpublished).items()]
+        print_table("as published (--as-published)", ("option", "default"), published)
+
+
+def list_presets() -> None:
+    """List the experiments of papers' tables, for `fedmll run` and `fedmll compare`. NAME/small is a short variant.
+
+    Example:  [bold]fedmll run preset:fednca-ml/1/small --root DATA[/]
+    """
+    rows = [(PREFIX + name, find_table(name)[1]["what"], find_table(name)[1]["rows"]) for name in preset_names()]
+    print_table("presets", ("name", "description", "methods of its table"), rows, words=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fedmll.core.text import printable
 
@@ -20,8 +21,18 @@ if not (console.is_terminal or console.is_jupyter):
 
 
 def say(text: str) -> None:
-    """Print one line without wrapping."""
-    console.print(escape(printable(text, 4000)), highlight=False, soft_wrap=True)
+    """Print one line as it is."""
+    print_markup(escape(printable(text, 4000)))
+
+
+def warn(text: object) -> None:
+    """Print one line to standard error."""
+    errors.print(f"[yellow]warning:[/] {escape(printable(text, 4000))}", highlight=False, soft_wrap=True)
+
+
+def print_markup(text: str) -> None:
+    """Print one line with Rich's markup, without wrapping."""
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -33,7 +44,7 @@ def warnings_of(kind: type[Warning]) -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
             if issubclass(category, kind):
-                errors.print(f"[yellow]warning:[/] {escape(printable(message, 4000))}", soft_wrap=True, highlight=False)
+                warn(message)
             else:
                 usual(message, category, *place, **more)
 
@@ -41,15 +52,16 @@ def warnings_of(kind: type[Warning]) -> Iterator[None]:
         yield
 
 
-def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> Table:
-    """A table. Numbers are aligned to the right, the first column, descriptions and `words` to the left."""
-    table = Table(title=title)
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str | Text]], words: bool = False) -> Table:
+    """A table. Numbers are aligned to the right, the first column, descriptions and `words` to the left. Text is shown
+    as it is: class names may look like markup."""
+    table = Table(title=escape(title))
     for i, name in enumerate(header):
-        table.add_column(name, justify="left" if words or i == 0 or name == "description" else "right")
+        table.add_column(escape(name), justify="left" if words or i == 0 or name == "description" else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
-def options_table(title: str, options: Mapping[str, Any]) -> Table:
-    return plain_table(title, ("option", "default"), [(name, str(value)) for name, value in options.items()])
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str | Text]], words: bool = False) -> None:
+    console.print(plain_table(title, header, rows, words))

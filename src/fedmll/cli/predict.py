@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from fedmll.cli.options import Plugins
-from fedmll.cli.output import console, errors, plain_table, say, warnings_of
+from fedmll.cli.output import console, print_table, say, warn, warnings_of
 from fedmll.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def predict(
             raise DataError(unreadable_text(unreadable, len(paths)))
     print_predictions(rows, len(paths) - len(unreadable), out)
     if unreadable:
-        errors.print(f"[yellow]warning:[/] {escape(unreadable_text(unreadable, len(paths)))}", soft_wrap=True)
+        warn(unreadable_text(unreadable, len(paths)))
 
 
 def load_model_of(path: Path, plugins: list[Path] | None) -> tuple[SavedRun | SavedModel, SavedModel]:
@@ -99,9 +98,7 @@ def load_model_of(path: Path, plugins: list[Path] | None) -> tuple[SavedRun | Sa
 
 
 def print_predictions(rows: list[tuple[str, ...]], count: int, out: Path | None) -> None:
-    console.print(
-        plain_table("predictions", ("image", "classes"), [tuple(map(escape, row)) for row in rows], words=True)
-    )
+    print_table("predictions", ("image", "classes"), rows, words=True)
     more = count - len(rows)
     if more:
         say(f"and {more} more" + ("" if out is not None else "; --out FILE.csv writes all"))
@@ -207,31 +204,27 @@ def show_errors(
     """
     from fedmll.inference.load import load_run
     from fedmll.inference.model_metadata import PluginWarning
-    from fedmll.reports.figures import mistakes
+    from fedmll.reports.figure import write_image
+    from fedmll.reports.figures import image_sheets
 
     run = load_run(folder, plugins=plugins)
     with warnings_of(PluginWarning):
         kept = run.predictions()
-        found = mistakes.find_mistakes(kept, top, parse_thresholds(threshold, run.model))
+        found = image_sheets.find_mistakes(kept, top, parse_thresholds(threshold, run.model))
     rows = [
-        (
-            escape(name),
-            "present" if wrong.present else "absent",
-            f"{wrong.probability:.3f}",
-            escape(kept.name(wrong.sample)),
-        )
+        (name, "present" if wrong.present else "absent", f"{wrong.probability:.3f}", kept.name(wrong.sample))
         for name, all_wrong in found.items()
         for wrong in all_wrong
     ]
-    console.print(plain_table("most confident mistakes", ("class", "truth", "probability", "sample"), rows, words=True))
+    print_table("most confident mistakes", ("class", "truth", "probability", "sample"), rows, words=True)
     if not rows:
         return
     try:
-        store = mistakes.load_images(run)
+        store = image_sheets.load_images(run)
     except (DataError, ConfigError) as error:
         say(f"No sheet of images: {error}")
         return
-    mistakes.write_mistake_sheet(out, kept, found, store)
+    write_image(out, image_sheets.draw_mistake_sheet(kept, found, store))
     say(f"images in {out}")
 
 
@@ -269,11 +262,11 @@ def tune(
         100 * found.confusion.f1,
     )
     rows = [
-        (escape(name), f"{threshold:.4f}", *(f"{value:.1f}" for value in values))
+        (name, f"{threshold:.4f}", *(f"{value:.1f}" for value in values))
         for name, threshold, *values in zip(found.classes, *measured, strict=True)
     ]
     header = ("class", "threshold", "recall, %", "precision, %", "F1, %")
-    console.print(plain_table(f"thresholds for {escape(goal)}, on the validation data", header, rows))
+    print_table(f"thresholds for {goal}, on the validation data", header, rows)
     if goal.startswith("conformal_recall"):
         say(thresholds.GUARANTEE)
     errors_now = [f"{mean_of_defined(found.before.error):.2f} %"]

@@ -17,6 +17,7 @@ from fedmll.cli.options import (
     new_run_folder,
     split_names,
 )
+from fedmll.cli.output import errors, print_table, say
 from fedmll.core.errors import ConfigError
 from fedmll.core.network import is_loopback, parse_address
 
@@ -126,7 +127,7 @@ def server(
     host, port = parse_address(listen or ("127.0.0.1:8000" if insecure or simulate else "0.0.0.0:8000"), "--listen")
     warn_about_status_page(status)
     if insecure:
-        display.errors.print(INSECURE)
+        errors.print(INSECURE)
     names, sites = split_names(clients), Path(f"{out}-sites")
     if simulate is not None:
         from fedmll.deploy.flower.child_processes import find_free_port
@@ -178,11 +179,10 @@ def exclude(
 
     Example:  [bold]fedmll exclude study hospital-c[/]  ·  if its key was copied: [bold]fedmll keys revoke hospital-c[/]
     """
-    from fedmll.cli import display
     from fedmll.deploy.server import exclusions
 
     (exclusions.readmit if readmit else exclusions.exclude)(folder, name)
-    display.say(f"{name} is {'readmitted to' if readmit else 'excluded from'} {folder}, from the next round on")
+    say(f"{name} is {'readmitted to' if readmit else 'excluded from'} {folder}, from the next round on")
 
 
 def resume_server(
@@ -225,26 +225,22 @@ def resume_server(
 
 def show_site_metrics(folder: Path) -> None:
     """Print the table of metrics from the sites' histograms, if the run has one."""
-    from rich.markup import escape
-
-    from fedmll.cli.output import console, plain_table, say
     from fedmll.training import federated_evaluation
 
     table = federated_evaluation.site_metrics_table(folder)
     if table is not None:
         header, rows, notes = table
         title = "from the sites' histograms, mean over classes, %"
-        console.print(plain_table(title, header, [list(map(escape, row)) for row in rows]))
+        print_table(title, header, rows)
         for note in notes:
             say(note)
 
 
 def warn_about_status_page(address: str | None) -> None:
     """The page has no password, so warn if other machines can reach it."""
-    from fedmll.cli import display
 
     if address is not None and not is_loopback(parse_address(address, "--status", any_port=True)[0]):
-        display.errors.print(
+        errors.print(
             f"[bold yellow]--status {address}: whoever reaches this address sees the clients' names and errors.[/] "
             "There is no password and no encryption; with 127.0.0.1 only this machine can reach it."
         )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
-from rich.markup import escape
 
 from fedmll.cli.options import (
     Classes,
@@ -25,6 +24,7 @@ from fedmll.cli.options import (
     parse_window,
     split_names,
 )
+from fedmll.cli.output import console, errors, print_table, say
 from fedmll.cli.predict import load_model_of
 from fedmll.cli.server import INSECURE, Insecure, PassphraseFile
 from fedmll.core.errors import ConfigError, DataError
@@ -211,11 +211,11 @@ def check(
     with display.RunProgress(0) as progress:
         result = check_site(site, experiment, access, progress.on_setup_progress, clients=clients)
     if result.summary is not None:
-        display.console.print(display.site_table(name, result.summary))
-    display.console.print(display.check_table(result.results))
+        console.print(display.site_table(name, result.summary))
+    console.print(display.check_table(result.results))
     if out is not None:
         result.write(out)
-        display.say(f"written: {out}")
+        say(f"written: {out}")
     if result.errors:
         raise typer.Exit(1)
 
@@ -325,13 +325,13 @@ def take_part(site: Site, access: ServerAccess, report: bool = True) -> None:
     with display.RunProgress(0) as progress:
         result = check_site(site, None, access, progress.on_setup_progress, connect=False)
     if result.summary is not None:
-        display.console.print(display.site_table(site.name, result.summary))
+        console.print(display.site_table(site.name, result.summary))
     for text in result.texts("warning"):
-        display.say(f"warning: {text}")
+        say(f"warning: {text}")
     if result.errors:
         raise DataError("\n".join(result.texts("error")))
     if access.ca is None:
-        display.errors.print(INSECURE)
+        errors.print(INSECURE)
     with interruptible("the same command: nothing is lost"):
         join_federation(site, access, display.say, report, display.RunProgress(0).on_setup_progress)
 
@@ -346,26 +346,25 @@ def validate_file(target: Path, site: Site, out: Path | None, plugins: list[Path
     show_validation(validation)
     if out is not None:
         validation.write(out)
-        display.say(f"counts and metrics that may be sent: {out}")
+        say(f"counts and metrics that may be sent: {out}")
 
 
 def show_validation(validation: ModelValidation) -> None:
-    from fedmll.cli import display
     from fedmll.evaluation.metric_definitions import CLASS_COLUMNS, EXTERNAL, label_of, metrics_in
 
     report = validation.report
     values = [(label_of(name), f"{report.values[name]:.2f}") for name in metrics_in(EXTERNAL) if name in report.values]
     title = f"{validation.model.name} on {validation.images} images"
-    display.console.print(display.plain_table(title, ("metric", "%"), values))
+    print_table(title, ("metric", "%"), values)
     digits = {key: 0 if key in CLASS_COLUMNS[-2:] else 2 for key in CLASS_COLUMNS}
     rows = [
-        (escape(name), *(f"{report.per_class[key][column]:.{digits[key]}f}" for key in CLASS_COLUMNS))
+        (name, *(f"{report.per_class[key][column]:.{digits[key]}f}" for key in CLASS_COLUMNS))
         for column, name in enumerate(validation.classes)
     ]
-    display.console.print(display.plain_table("by class", ("class", *CLASS_COLUMNS), rows))
+    print_table("by class", ("class", *CLASS_COLUMNS), rows)
     if validation.withheld_classes:
         names = ", ".join(validation.withheld_classes)
-        display.say(f"too few images for reliable metrics, and not in the file: {names}")
+        say(f"too few images for reliable metrics, and not in the file: {names}")
 
 
 def read_class_renames(file: Path | None) -> tuple[tuple[str, str], ...]:

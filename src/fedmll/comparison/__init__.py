@@ -1,8 +1,7 @@
 """Comparisons: methods × seeds on the same data, with tables, tests and a record of what was run.
 
-- `compare`: the function `compare`; start here
+- `compare`: the function `compare`; runs what is not done yet, one run after the other or several at a time; start here
 - `plan`: the rows of a comparison and the settings that are tried for each (--methods, --vary, --tune)
-- `execution`: runs what is not done yet, one run after the other or several at a time
 - `results`: `Comparison`, its rows and cells, and the main tables
 - `statistics`: margins between rows, with tests
 - `tables`: table.md, .csv and .tex

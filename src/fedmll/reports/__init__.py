@@ -1,17 +1,12 @@
 """Reports: numbers first, then a plot of them. Start with `html_report` (`fedmll report`) or `site_report` (the report
 that a site of a federation gets).
 
-html_report         the HTML report of runs and comparisons
-site_report         the HTML report for one site: is the federated model better than its own?
-result_table        the table of results, with ranks and intervals
-descriptions        the paragraph on what was run, and the settings
-curves              learning curves, also for `fedmll plot`
-class_charts        performance of each class by its frequency
-client_charts       labels of each client, and what each client gains
-calibration_charts  reliability curves, and metrics by threshold
-chart               the numbers of a chart; page.js draws them in the page
-chart_files         charts and figures as PNG, SVG and CSV
-figure              a matplotlib figure with caption and numbers; the style of all figures
-run_figures         all figures of the model of one run
-figures/            these figures, one module each
+html_report    the HTML report of runs and comparisons, with a paragraph on what was run
+site_report    the HTML report for one site: is the federated model better than its own?
+result_table   the table of results, with ranks and intervals
+curves         learning curves, also for `fedmll plot`
+charts         the other charts: classes, clients, calibration, thresholds; page.js draws them in the page
+chart_drawing  charts drawn with matplotlib
+figure         a matplotlib figure with caption and numbers; the style and the files of all figures
+figures/       the figures of the model and the data of a run, one module each
 """

@@ -16,8 +16,9 @@ from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable, suggest
 from fedmll.evaluation import metric_definitions
 from fedmll.evaluation.metric_definitions import find_metric, in_table_order, label_of
-from fedmll.reports import chart_files
-from fedmll.reports.chart import (
+from fedmll.reports import figure
+from fedmll.reports.chart_drawing import draw_chart
+from fedmll.reports.charts import (
     COUNT,
     HIGH,
     LINES,
@@ -38,7 +39,6 @@ AXES = [
     ChartAxis("megabytes", "MB sent and received, all clients"),
     ChartAxis("seconds", "seconds on this machine"),
 ]
-FILE_TYPES = (".png", ".svg", ".csv")
 
 
 def curve_metrics(rows: Sequence[ComparedRow]) -> list[str]:
@@ -133,16 +133,7 @@ def _thin_out(rounds: list[int]) -> list[int]:
 
 
 def read_curve(paths: Sequence[Path], metric: str, by: str) -> tuple[ComparedRuns, Chart, ChartAxis]:
-    """Read runs and make the chart of one metric.
-
-    Args:
-        paths: Folders of runs and comparisons.
-        metric: The metric on the vertical axis.
-        by: The horizontal axis: round, megabytes or seconds.
-
-    Returns:
-        The runs, the chart and its horizontal axis.
-    """
+    """The runs in some folders, the chart of one metric, and its horizontal axis: round, megabytes or seconds."""
     axes = {axis.key: axis for axis in AXES}
     if by not in axes:
         raise ConfigError(f"There is no axis '{by}' (--by){suggest(by, axes)}")
@@ -157,14 +148,12 @@ def read_curve(paths: Sequence[Path], metric: str, by: str) -> tuple[ComparedRun
 
 
 def write_curve(chart: Chart, x: ChartAxis, out: Path) -> None:
-    """Write the first metric of a chart as FILE.png, FILE.svg or FILE.csv."""
+    """Write the first metric of a chart as FILE.png, FILE.svg, … or FILE.csv."""
     y = chart.ys[0]
-    if out.suffix not in FILE_TYPES:
-        raise ConfigError(f"--out takes FILE.png, FILE.svg or FILE.csv; '{out}' ends in none of them.")
     if out.suffix == ".csv":
-        files.write_atomic(out, chart_files.to_csv(chart.csv_rows(x, y)))
+        files.write_atomic(out, figure.to_csv(chart.csv_rows(x, y)))
     else:
-        files.write_atomic(out, chart_files.render(chart_files.draw_chart(chart, x, y), out.suffix[1:]))
+        figure.write_image(out, draw_chart(chart, x, y))
 
 
 MARKERS = "●▲■◆○△□◇+×"

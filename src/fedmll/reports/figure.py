@@ -1,52 +1,55 @@
-"""`ReportFigure`: a matplotlib figure with its title, its caption and the numbers it was drawn from. And the style of
-all figures: readable on a light page, on a dark page and in print, and by colour-blind readers."""
+"""`ReportFigure`: a matplotlib figure with its title, its caption and the numbers it was drawn from. Also the style of
+all figures (readable on a light page, on a dark page and in print, and by colour-blind readers), and their files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.text import Text
 from numpy.typing import NDArray
+
+from fedmll.core import files
+from fedmll.core.errors import ConfigError
 
 TEXT_COLOUR = "#797979"  # text and lines: the contrast is 4.3 to 1 on white and on #111
 COLOURS = ("#1F7FBF", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")  # by Okabe and Ito, with a lighter blue
 MAX_NAMED_CLASSES = 40  # the names of more classes would not fit
-MAX_WRITTEN_CLASSES = 12  # with more classes the numbers are not written into the squares
 MAX_CLASSES = 200  # classes in one figure
+IMAGE_TYPES = ("png", "svg", "pdf", "jpg")
+RESOLUTION = 200  # dots per inch of files
+SVG_SETTINGS: Any = {"svg.hashsalt": "fedmll", "svg.fonttype": "none"}  # same figure, same bytes; text stays text
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFigure:
-    """One figure of a report. It is drawn once, shown in the page, and can be written as PNG, SVG and CSV.
+    """One figure of a report. It is drawn once, shown in the page, and can be written as PNG, SVG and CSV."""
 
-    Attributes:
-        name: The name of its files, for example "attention-cat".
-        title: The heading.
-        caption: What one sees, in a sentence or two.
-        figure: The matplotlib figure.
-        rows: The numbers, one dictionary per row of the CSV.
-    """
-
-    name: str
+    name: str  # of its files, for example "attention-cat"
     title: str
-    caption: str
+    caption: str  # what one sees, in a sentence or two
     figure: Figure
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # the numbers, one dictionary per row of the CSV
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches. Without pyplot no figure stays open, and no earlier figure has an
-    effect."""
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
+def new_figure(width: float, height: float, background: str = "none", layout: Any = "constrained") -> Figure:
+    """An empty figure of this size in inches, transparent by default. Without pyplot no figure stays open, and no
+    earlier figure has an effect."""
+    figure = Figure(figsize=(width, height), layout=layout, facecolor=background)
     FigureCanvasAgg(figure)
     return figure
 
@@ -105,9 +108,10 @@ def write_numbers(axes: Axes, matrix: NDArray[np.floating], limit: float) -> Non
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=colour)
 
 
-def to_image(sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A sample (channels, height, width) as matplotlib expects it: (height, width) or (height, width, 3)."""
-    return sample[0] if len(sample) == 1 else sample[:3].transpose(1, 2, 0)
+def show_image(axes: Axes, sample: NDArray[np.uint8], **options: Any) -> None:
+    """Draw a sample (channels, height, width)."""
+    pixels = sample[0] if len(sample) == 1 else sample[:3].transpose(1, 2, 0)
+    axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, **options)
 
 
 def hide_axes(axes: Axes) -> None:
@@ -117,6 +121,57 @@ def hide_axes(axes: Axes) -> None:
     axes.set_frame_on(False)
 
 
-def none_if_undefined(value: float) -> float | None:
-    """For the rows of a figure: NaN becomes an empty cell."""
-    return float(value) if np.isfinite(value) else None
+# ---- Files
+
+
+def write_figures(folder: Path, figures: Iterable[ReportFigure]) -> int:
+    """Write NAME.png, NAME.svg and NAME.csv for each figure. Returns the number of figures."""
+    names: set[str] = set()
+    for figure in figures:
+        name = file_name(figure.name)
+        while name in names:
+            name += "-2"
+        names.add(name)
+        for kind in ("png", "svg"):
+            files.write_atomic(folder / f"{name}.{kind}", render(figure.figure, kind))
+        if figure.rows:
+            files.write_atomic(folder / f"{name}.csv", to_csv(figure.rows))
+    return len(names)
+
+
+def write_image(path: Path, figure: Figure, resolution: int = 150) -> None:
+    """Write a figure with a white background."""
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in IMAGE_TYPES:
+        raise ConfigError(f"'{path}' is not the name of an image: it must end in .{', .'.join(IMAGE_TYPES)}.")
+    files.write_atomic(path, render(figure, kind, resolution, facecolor="white"))
+
+
+def render(figure: Figure, kind: str, resolution: int = RESOLUTION, **options: Any) -> bytes:
+    """The bytes of an image file, without a date: the same figure has the same bytes."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a class name may have dollar signs
+    content = io.BytesIO()
+    with rc_context(SVG_SETTINGS):
+        figure.savefig(
+            content, format=kind, dpi=resolution, metadata={"Date": None} if kind == "svg" else None, **options
+        )
+    return content.getvalue()
+
+
+def file_name(text: str) -> str:
+    """Text as a file name that every operating system accepts."""
+    return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-.")[:100] or "figure"
+
+
+def to_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """NaN and None are empty cells; no number is rounded."""
+
+    def cell(value: Any) -> Any:
+        return "" if value is None or (isinstance(value, float) and not np.isfinite(value)) else value
+
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: cell(value) for key, value in row.items()} for row in rows)
+    return text.getvalue()

@@ -25,8 +25,7 @@ from fedmll.evaluation.bootstrap import (
     PairedComparison,
 )
 from fedmll.evaluation.metric_definitions import CLASS_METRICS
-from fedmll.reports.calibration_charts import reliability_chart, reliability_curve
-from fedmll.reports.chart import Chart, ChartSeries
+from fedmll.reports.charts import Chart, ChartSeries, reliability_chart, reliability_curve
 from fedmll.reports.html_report import chart_data, load_template, read_resource
 from fedmll.runs.predictions import Predictions
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedmll.data.dataset import PRESENT, Dataset
 from fedmll.inference.load import SavedRun
-from fedmll.reports.figure import ReportFigure, add_colour_bar, apply_style, hide_axes, new_figure, to_image
+from fedmll.reports.figure import ReportFigure, add_colour_bar, apply_style, hide_axes, new_figure, show_image
 from fedmll.reports.figures.class_features import choose_images
 from fedmll.runs.predictions import sample_name
 
@@ -98,13 +98,13 @@ def _draw(maps: list[AttentionMap], run: SavedRun, data: Dataset) -> Figure:
     scale = ScalarMappable(Normalize(0, max(float(one.weights.max()) for one in maps)), "viridis")
     for line, sample in zip(grid, samples, strict=True):
         of_image = [one for one in maps if one.sample == sample]
-        image = to_image(np.asarray(data.samples(np.array([sample])))[0])
-        height, width = image.shape[:2]
+        image = data.samples(np.array([sample]))[0]
+        *_, height, width = image.shape
         for place, axes in enumerate(line):
             hide_axes(axes)
             if place > len(of_image):
                 continue
-            axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=(0, width, height, 0))
+            show_image(axes, image, extent=(0, width, height, 0))
             if place:
                 one = of_image[place - 1]
                 axes.imshow(one.weights, cmap=scale.cmap, norm=scale.norm, alpha=0.6, extent=(0, width, height, 0))

@@ -1,8 +1,11 @@
-"""The features of a model for each class on test images, and their t-SNE (FedNCA-ML, Figs 3, 4, 6 and 7)."""
+"""How a model separates the classes (FedNCA-ML, Figs 3, 4, 6 and 7): the t-SNE of its features on test images, and
+cosines between the mean features of the classes and between the class vectors of its head."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,31 +16,35 @@ from fedmll.core.seeding import derive, numpy_generator
 from fedmll.data.dataset import PRESENT, Dataset
 from fedmll.inference.load import SavedRun
 from fedmll.methods.client_round import EVALUATION_BATCH
-from fedmll.reports.figure import COLOURS, TEXT_COLOUR, ReportFigure, apply_style, new_figure
+from fedmll.reports.figure import (
+    COLOURS,
+    MAX_CLASSES,
+    MAX_NAMED_CLASSES,
+    TEXT_COLOUR,
+    ReportFigure,
+    add_colour_bar,
+    apply_style,
+    draw_class_matrix,
+    new_figure,
+    write_numbers,
+)
 
 MAX_IMAGES = 1000  # for which features are computed
 MAX_POINTS = 400  # of the t-SNE
 MIN_POINTS = 12  # of the t-SNE
 MARKERS = ("o", "^", "s")
-MAX_CLASSES = len(COLOURS) * len(MARKERS)  # that can be distinguished
+MAX_MARKED_CLASSES = len(COLOURS) * len(MARKERS)  # that can be distinguished
 SEVERAL_LABELS = "several labels"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassFeatures:
     """Feature vectors. If every class has its own feature (LADM, C-Tran), there is one vector for each image and each
-    class that is present in it; else one per image, with all classes that are present.
+    class that is present in it; else one per image, with all classes that are present."""
 
-    Attributes:
-        vectors: (N, width).
-        classes: (N, classes): the classes of each vector.
-        per_class: Every class has its own feature.
-        images: The number of images.
-    """
-
-    vectors: NDArray[np.float32]
-    classes: NDArray[np.bool_]
-    per_class: bool
+    vectors: NDArray[np.float32]  # (N, width)
+    classes: NDArray[np.bool_]  # (N, classes): the classes of each vector
+    per_class: bool  # every class has its own feature
     images: int
 
 
@@ -74,7 +81,7 @@ def compute_class_features(run: SavedRun, data: Dataset) -> ClassFeatures | None
 def tsne_figure(run: SavedRun, features: ClassFeatures) -> ReportFigure | None:
     """Figs 3 and 6: the features in two dimensions. None with too few points."""
     seed = run.summary["seed"]
-    frequent = np.sort(np.argsort(-features.classes.sum(0), kind="stable")[:MAX_CLASSES])
+    frequent = np.sort(np.argsort(-features.classes.sum(0), kind="stable")[:MAX_MARKED_CLASSES])
     good = np.flatnonzero(features.classes[:, frequent].any(1))
     chosen = np.sort(numpy_generator(seed, "picture", "tsne").permutation(good)[:MAX_POINTS])
     if len(chosen) < MIN_POINTS:
@@ -133,3 +140,78 @@ def _scatter(rows: list[dict[str, Any]], classes: list[str]) -> Any:
     axes.set_aspect("equal", adjustable="datalim")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
     return apply_style(figure)
+
+
+# ---- Similarity of classes
+
+Matrix = NDArray[np.float64]
+MAX_WRITTEN_CLASSES = 12  # with more classes the numbers are not written into the squares
+
+
+def cosines(vectors: NDArray[np.floating]) -> Matrix:
+    """(classes, classes); undefined (NaN) where a vector is zero or undefined."""
+    exact = vectors.astype(np.float64)
+    length = np.linalg.norm(exact, axis=1, keepdims=True)
+    unit = exact / np.where(length > 0, length, np.nan)
+    found: Matrix = unit @ unit.T
+    return found
+
+
+def class_vector_figure(run: SavedRun) -> ReportFigure | None:
+    """None if the run has no global model, or its head has no vectors of classes."""
+    trainer = run.trainer_or_none
+    vectors = {} if trainer is None else trainer.model.class_vectors()
+    shown = run.most_frequent_classes(MAX_CLASSES)
+    if not vectors or len(shown) < 2:
+        return None
+    matrices = {name: cosines(tensor.detach().numpy())[np.ix_(shown, shown)] for name, tensor in vectors.items()}
+    ideal = -1 / (len(run.classes) - 1)
+    caption = (
+        "Cosine between the class vectors in the model's head. Red pairs are hard to distinguish. If all "
+        f"{len(run.classes)} classes were as far apart as possible (a simplex ETF), every cosine would be {ideal:.2f}. "
+        f"{_means(matrices)}"
+    )
+    names = [run.classes[c] for c in shown]
+    return _matrix_figure("class-vectors", "Similarity of class vectors", caption, matrices, names)
+
+
+def class_feature_figure(run: SavedRun, features: ClassFeatures) -> ReportFigure | None:
+    """Fig. 4. A class without an image has no mean feature and is left out."""
+    counts = features.classes.sum(0)
+    shown = np.intersect1d(run.most_frequent_classes(MAX_CLASSES), np.flatnonzero(counts))
+    if len(shown) < 2:
+        return None
+    means = features.classes[:, shown].T.astype(np.float64) @ features.vectors / counts[shown, None]
+    matrices = {"mean features": cosines(means)}
+    feature = "the feature of the class" if features.per_class else "the feature of the whole image"
+    caption = (
+        f"Cosine between the mean features of the classes (FedNCA-ML, Fig. 4): the mean of {feature} over the test "
+        f"images with the class ({features.images:,} images). Lower means better separated. {_means(matrices)}"
+    )
+    name, title = "class-features", "Similarity of class features on test images"
+    return _matrix_figure(name, title, caption, matrices, [run.classes[c] for c in shown])
+
+
+def _means(matrices: Mapping[str, Matrix]) -> str:
+    found = [f"{name} {np.nanmean(m[np.triu_indices(len(m), 1)]):.2f}" for name, m in matrices.items()]
+    return f"Mean over all pairs: {', '.join(found)}."
+
+
+def _matrix_figure(
+    name: str, title: str, caption: str, matrices: Mapping[str, Matrix], names: Sequence[str]
+) -> ReportFigure:
+    side = 3.6 if len(names) <= MAX_NAMED_CLASSES else 4.4
+    figure = new_figure(side * len(matrices) + 1.6, side + 0.9)
+    panels: Any = figure.subplots(1, len(matrices), sharey=True, squeeze=False)
+    for axes, (what, matrix) in zip(panels[0], matrices.items(), strict=True):
+        mesh = draw_class_matrix(axes, matrix, names, 1)
+        axes.set_title(what, fontsize=10)
+        axes.tick_params(labelleft=axes is panels[0][0])
+        if len(names) <= MAX_WRITTEN_CLASSES:
+            write_numbers(axes, matrix, 1)
+    add_colour_bar(figure, mesh, panels[0], "cosine")
+    rows = [
+        {"class": names[a], "other": names[b]} | {what: float(m[a, b]) for what, m in matrices.items()}
+        for a, b in combinations(range(len(names)), 2)
+    ]
+    return ReportFigure(name=name, title=title, caption=caption, figure=apply_style(figure), rows=rows)

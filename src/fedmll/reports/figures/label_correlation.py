@@ -37,7 +37,7 @@ from fedmll.reports.figure import (
     apply_style,
     draw_class_matrix,
     new_figure,
-    none_if_undefined,
+    write_image,
 )
 
 Matrix = NDArray[np.float64]
@@ -99,7 +99,7 @@ def correlation_figure(run: SavedRun) -> ReportFigure | None:
     found = compute_correlations(run, stored.probabilities, stored.targets, shown)
     rows = [
         {"class": found.classes[a], "other": found.classes[b]}
-        | {name: none_if_undefined(matrix[a, b]) for name, matrix in found.matrices.items()}
+        | {name: float(matrix[a, b]) for name, matrix in found.matrices.items()}
         for a, b in combinations(np.argsort(found.blocks, kind="stable").tolist(), 2)
     ]
     consensus = "" if found.consensus is None else ", and as the clients agreed in the last round (consensus)"
@@ -147,9 +147,7 @@ def write_matrices(
     true: str = "true",
 ) -> None:
     """Write the matrices as an image file with a white background."""
-    figure = draw_matrices(matrices, classes, blocks, true)
-    with atomic_replace(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.lstrip(".") or "png", dpi=150, facecolor="white")
+    write_image(path, draw_matrices(matrices, classes, blocks, true))
 
 
 def draw_matrices(

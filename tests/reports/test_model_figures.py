@@ -15,7 +15,7 @@ from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.federation import Federation, build
 from fedmll.inference.load import SavedRun
 from fedmll.reports.figures import class_features, label_coverage
-from fedmll.reports.run_figures import model_figures
+from fedmll.reports.html_report import model_figures
 
 
 @pytest.fixture(autouse=True)

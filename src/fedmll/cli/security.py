@@ -1,4 +1,4 @@
-"""The commands for keys and certificates: create, list, rotate, revoke, sign."""
+"""`fedmll keys`: create and manage certificates and keys. `fedmll audit`: verify an audit log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fedmll.cli.output import console, plain_table
+from fedmll.cli.output import print_markup, print_table
+from fedmll.core.errors import ConfigError
 
 keys_app = typer.Typer(help="Create and manage the certificates and keys of a real federation.", no_args_is_help=True)
 
@@ -26,10 +27,6 @@ PassphraseFile = Annotated[
     Path | None, typer.Option("--passphrase-file", help="A file whose first line is the passphrase.")
 ]
 KEYS = Path("keys")
-
-
-def show(text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False)
 
 
 def _new_passphrase(wanted: bool, file: Path | None) -> str | None:
@@ -58,12 +55,14 @@ def init(
     from fedmll.deploy.security import certificates
 
     certificates.create_server_certificate(folder, host or [], _ca_passphrase(folder, passphrase, passphrase_file))
-    show(f"the server's certificate is valid for: {', '.join(certificates.read_hosts(folder / 'server.crt'))}")
-    show(f"[bold]send to every client:[/] {folder / 'ca.crt'}")
-    show(f"[bold]keep secret:[/] {folder / 'ca.key'}, {folder / 'server.key'}")
-    show(f"put each client's NAME.pub into {folder}, then: fedmll server FILE.toml --clients NAME,NAME")
+    print_markup(f"the server's certificate is valid for: {', '.join(certificates.read_hosts(folder / 'server.crt'))}")
+    print_markup(f"[bold]send to every client:[/] {folder / 'ca.crt'}")
+    print_markup(f"[bold]keep secret:[/] {folder / 'ca.key'}, {folder / 'server.key'}")
+    print_markup(f"put each client's NAME.pub into {folder}, then: fedmll server FILE.toml --clients NAME,NAME")
     if not host:
-        show("[yellow]under these names only this machine can reach the server;[/] add --host NAME-OF-THIS-SERVER")
+        print_markup(
+            "[yellow]under these names only this machine can reach the server;[/] add --host NAME-OF-THIS-SERVER"
+        )
 
 
 @keys_app.command("ca")
@@ -72,9 +71,9 @@ def ca(folder: Folder = Path("ca"), passphrase: Passphrase = False, passphrase_f
     from fedmll.deploy.security import certificates
 
     certificates.create_ca(folder, _new_passphrase(passphrase, passphrase_file))
-    show(f"[bold]send to the server and every client:[/] {folder / 'ca.crt'}")
-    show(f"[bold]keep secret:[/] {folder / 'ca.key'}")
-    show(f"sign a server's request: fedmll keys sign server.csr --dir {folder}")
+    print_markup(f"[bold]send to the server and every client:[/] {folder / 'ca.crt'}")
+    print_markup(f"[bold]keep secret:[/] {folder / 'ca.key'}")
+    print_markup(f"sign a server's request: fedmll keys sign server.csr --dir {folder}")
 
 
 @keys_app.command("request")
@@ -85,8 +84,10 @@ def request(
     from fedmll.deploy.security import certificates
 
     certificates.create_signing_request(folder, host or [], _new_passphrase(passphrase, passphrase_file))
-    show(f"[bold]take to the CA:[/] {folder / 'server.csr'}; the CA returns server.crt, which goes into {folder}")
-    show(f"[bold]keep secret:[/] {folder / 'server.key'}")
+    print_markup(
+        f"[bold]take to the CA:[/] {folder / 'server.csr'}; the CA returns server.crt, which goes into {folder}"
+    )
+    print_markup(f"[bold]keep secret:[/] {folder / 'server.key'}")
 
 
 @keys_app.command("sign")
@@ -102,7 +103,7 @@ def sign(
     from fedmll.deploy.security import certificates
 
     out = certificates.sign_request(folder, file, _ca_passphrase(folder, False, passphrase_file))
-    show(
+    print_markup(
         f"{out} is valid for: {', '.join(certificates.read_hosts(out))}; take it and {folder / 'ca.crt'} to the server"
     )
 
@@ -115,9 +116,9 @@ def new(
     from fedmll.deploy.security import client_keys
 
     private, public = client_keys.create_client_key(folder, name, _new_passphrase(passphrase, passphrase_file))
-    show(f"[bold]send to the server's operator:[/] {public}")
-    show(f"[bold]keep secret:[/] {private}")
-    show(f"put the ca.crt that the operator sends you into {folder}")
+    print_markup(f"[bold]send to the server's operator:[/] {public}")
+    print_markup(f"[bold]keep secret:[/] {private}")
+    print_markup(f"put the ca.crt that the operator sends you into {folder}")
 
 
 @keys_app.command("rotate")
@@ -128,8 +129,10 @@ def rotate(
     from fedmll.deploy.security import client_keys
 
     private, public = client_keys.rotate_client_key(folder, name, _new_passphrase(passphrase, passphrase_file))
-    show(f"[bold]send to the server's operator:[/] {public}; it is valid from the server's next start or resume on")
-    show(f"[bold]keep secret:[/] {private}; until then join with --key {private}.old")
+    print_markup(
+        f"[bold]send to the server's operator:[/] {public}; it is valid from the server's next start or resume on"
+    )
+    print_markup(f"[bold]keep secret:[/] {private}; until then join with --key {private}.old")
 
 
 @keys_app.command("revoke")
@@ -138,8 +141,10 @@ def revoke(name: Name, folder: Folder = KEYS) -> None:
     from fedmll.deploy.security import client_keys
 
     fingerprint = client_keys.revoke_client_key(folder, name)
-    show(f"revoked: the key of {name} ({fingerprint}), in {folder / client_keys.REVOKED_FILE}")
-    show(f"put its new {name}.pub into {folder}; or continue without this client: fedmll resume FOLDER --drop {name}")
+    print_markup(f"revoked: the key of {name} ({fingerprint}), in {folder / client_keys.REVOKED_FILE}")
+    print_markup(
+        f"put its new {name}.pub into {folder}; or continue without this client: fedmll resume FOLDER --drop {name}"
+    )
 
 
 @keys_app.command("list")
@@ -148,4 +153,56 @@ def list_keys(folder: Folder = KEYS) -> None:
     from fedmll.deploy.security import client_keys
 
     rows = client_keys.list_keys(folder)
-    console.print(plain_table(str(folder), ("file", "created", "expires", "fingerprint"), rows, words=True))
+    print_table(str(folder), ("file", "created", "expires", "fingerprint"), rows, words=True)
+
+
+# ---- Audit logs
+
+audit_app = typer.Typer(help="Verify the audit log of a server or a site (audit.jsonl).", no_args_is_help=True)
+
+
+@audit_app.callback()
+def audit() -> None: ...  # without it Typer would leave out the word `verify`
+
+
+@audit_app.command("verify")
+def verify(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE_OR_FOLDER", help="audit.jsonl, or the folder that contains it.")
+    ],
+    last: Annotated[
+        str | None,
+        typer.Option("--last", metavar="HASH", help="The last hash, as it was printed: checks that the end is there."),
+    ] = None,
+) -> None:
+    """Check that every line of an audit log fits the line before it.
+
+    Exit code 0: all lines fit; 1: a line does not fit, and the first such line is shown. A missing end is only noticed
+    with --last. The last hash is printed at the end of a run and sent to every site.
+
+    Example:  [bold]fedmll audit verify study --last 5b1c…[/]
+    """
+    from fedmll.deploy.security import audit_log
+
+    if last is not None and not audit_log.HASH.fullmatch(last):
+        raise ConfigError(f"--last takes a hash of 64 hexadecimal digits; it got '{last}'.")
+    file = path / audit_log.FILE if path.is_dir() else path
+    result = audit_log.verify_audit_log(file)
+    if result.first_bad_line is not None:
+        print_markup(f"[red]line {result.first_bad_line} does not fit:[/] {result.reason}")
+        raise typer.Exit(1)
+    for number in result.incomplete:
+        print_markup(
+            f"line {number} reports an incomplete line before it. A killed process or a full disk causes this, and so "
+            "does a change to the line that was the last one then"
+        )
+    if last is None:
+        print_markup(
+            f"ok: {result.lines} lines, the last hash is {result.last_hash}. To check the end, use --last HASH"
+        )
+        return
+    line = audit_log.find_line(file, last)
+    if line is None:
+        print_markup(f"[red]no line has the hash {last}:[/] the end is missing, or the whole file was rewritten")
+        raise typer.Exit(1)
+    print_markup(f"ok: {result.lines} lines; line {line} has that hash, and {result.lines - line} lines follow it")

@@ -13,7 +13,8 @@ from PIL import Image
 from fedmll.core.errors import ConfigError
 from fedmll.data.dataset import Dataset
 from fedmll.data.images.decode import LazyImages
-from fedmll.reports.figures.mistakes import Mistake, find_mistakes, load_images, write_mistake_sheet
+from fedmll.reports.figure import write_image
+from fedmll.reports.figures.image_sheets import Mistake, draw_mistake_sheet, find_mistakes, load_images
 from fedmll.runs.predictions import Predictions
 
 if TYPE_CHECKING:
@@ -46,15 +47,15 @@ def test_the_sheet_shows_the_images_that_are_named(tmp_path: Path) -> None:
         targets=np.array([[1]], np.int8),
         rows=np.array([1]),
     )
-    write_mistake_sheet(tmp_path / "white.png", one, find_mistakes(one, 3), store)
+    write_image(tmp_path / "white.png", draw_mistake_sheet(one, find_mistakes(one, 3), store))
     store[1] = 0
-    write_mistake_sheet(tmp_path / "black.png", one, find_mistakes(one, 3), store)
+    write_image(tmp_path / "black.png", draw_mistake_sheet(one, find_mistakes(one, 3), store))
     with Image.open(tmp_path / "white.png") as white, Image.open(tmp_path / "black.png") as black:
         assert np.asarray(white.convert("L")).mean() > np.asarray(black.convert("L")).mean() + 50
     colours = np.zeros((5, 3, 6, 6), np.uint8)
-    write_mistake_sheet(tmp_path / "colour.png", STORED, find_mistakes(STORED, 2), colours)
+    write_image(tmp_path / "colour.png", draw_mistake_sheet(STORED, find_mistakes(STORED, 2), colours))
     with pytest.raises(ConfigError, match="no mistakes"):
-        write_mistake_sheet(tmp_path / "none.png", one, {"a": []}, store)
+        write_image(tmp_path / "none.png", draw_mistake_sheet(one, {"a": []}, store))
 
 
 def test_only_the_images_on_the_sheet_are_read(tmp_path: Path) -> None:
@@ -68,5 +69,7 @@ def test_only_the_images_on_the_sheet_are_read(tmp_path: Path) -> None:
     store: Any = LazyImages("key", (1000, 3, 6, 6), image)
     test = Dataset(store, np.zeros((1000, 2), np.int8), ("a", "b"))
     run = SimpleNamespace(load_test_data=lambda progress: test)
-    write_mistake_sheet(tmp_path / "sheet.png", STORED, find_mistakes(STORED, 1), load_images(cast("SavedRun", run)))
+    write_image(
+        tmp_path / "sheet.png", draw_mistake_sheet(STORED, find_mistakes(STORED, 1), load_images(cast("SavedRun", run)))
+    )
     assert read == [4, 3]  # the rows of samples 0 and 1

@@ -1,23 +1,15 @@
-"""Charts and figures as files for papers: PNG, SVG, and a CSV of the numbers. Charts are drawn with matplotlib."""
+"""Charts drawn with matplotlib, for files. In the page `page.js` draws them."""
 
 from __future__ import annotations
 
-import csv
-import io
-import re
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-from fedmll.core import files
-from fedmll.reports.chart import (
+from fedmll.reports.charts import (
     COUNT,
     DIAGONAL,
     HEATMAP,
@@ -30,16 +22,14 @@ from fedmll.reports.chart import (
     ChartAxis,
     ChartSeries,
 )
-from fedmll.reports.figure import ReportFigure
-from fedmll.reports.figures import label_map
+from fedmll.reports.figure import ReportFigure, file_name, new_figure
+from fedmll.reports.figures.label_statistics import draw_label_map
 
 COLOURS = ("#0072b2", "#d55e00", "#008a63", "#b1468c", "#b37700", "#2f9bd6", "#7a4a1e", "#5f6670")  # as in page.css
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 MAX_METRICS = 4  # metrics of a chart that are drawn as files
 MAX_MARKED = 40  # a line with more points has no markers
-RESOLUTION = 200  # dots per inch
-SVG_SETTINGS: Any = {"svg.hashsalt": "fedmll", "svg.fonttype": "none"}  # same figure, same bytes; text stays text
 
 
 def chart_figures(chart: Chart) -> list[ReportFigure]:
@@ -64,19 +54,8 @@ def _view_name(chart: Chart, x: ChartAxis, y: ChartAxis) -> str:
     return file_name("-".join(parts))
 
 
-def file_name(text: str) -> str:
-    """Text as a file name that every operating system accepts."""
-    return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-.")[:100] or "figure"
-
-
-def escape_dollars(text: str) -> str:
-    """Text without mathematics: matplotlib would typeset what is between two dollar signs, or fail."""
-    return text.replace("$", r"\$")
-
-
 def draw_chart(chart: Chart, x: ChartAxis, y: ChartAxis) -> Figure:
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.4, 3.8, background="white")
     axes = figure.subplots()
     for series in chart.series:
         _draw_series(axes, chart.kind, series, x, y)
@@ -92,9 +71,7 @@ def draw_chart(chart: Chart, x: ChartAxis, y: ChartAxis) -> Figure:
     elif x.format == COUNT:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if x.names:
-        axes.set_xticks(
-            range(len(x.names)), [escape_dollars(name) for name in x.names], rotation=25, ha="right", fontsize=8
-        )
+        axes.set_xticks(range(len(x.names)), x.names, rotation=25, ha="right", fontsize=8)
     for axis, setting in ((x, axes.set_xlim), (y, axes.set_ylim)):
         if axis.limits:
             setting(*axis.limits)
@@ -113,16 +90,8 @@ def _draw_series(axes: Axes, kind: str, series: ChartSeries, x: ChartAxis, y: Ch
     some = np.isfinite(across) & np.isfinite(up) & ((across > 0) if x.log else True)
     colour, marker = COLOURS[series.row % len(COLOURS)], MARKERS[series.row % len(MARKERS)]
     if kind == POINTS:
-        axes.scatter(
-            across[some],
-            up[some],
-            s=18,
-            color=colour,
-            marker=marker,
-            alpha=0.8,
-            linewidths=0,
-            label=escape_dollars(series.label),
-        )
+        style: dict[str, Any] = {"color": colour, "marker": marker, "alpha": 0.8, "linewidths": 0}
+        axes.scatter(across[some], up[some], s=18, label=series.label, **style)
         if x.names and some.any():
             axes.hlines(up[some].mean(), across[some].min(), across[some].max(), color=colour, linewidth=2)
         return
@@ -130,11 +99,11 @@ def _draw_series(axes: Axes, kind: str, series: ChartSeries, x: ChartAxis, y: Ch
     if y.key + LOW in series.columns:
         low, high = (np.array(series.columns[y.key + end], float)[some] for end in (LOW, HIGH))
         axes.fill_between(across[some], low, high, color=colour, alpha=0.13, linewidth=0)
-    style = DASHES[series.row // len(COLOURS) % len(DASHES)]
+    dashes = DASHES[series.row // len(COLOURS) % len(DASHES)]
     markers = marker if some.sum() <= MAX_MARKED else ""
     axes.plot(
-        across[some], up[some], color=colour, linestyle=style, linewidth=1.6, marker=markers, markersize=3.5,
-        label=escape_dollars(series.label),
+        across[some], up[some], color=colour, linestyle=dashes, linewidth=1.6, marker=markers, markersize=3.5,
+        label=series.label,
     )  # fmt: skip
 
 
@@ -142,47 +111,10 @@ def _heatmap_figure(chart: Chart, place: int) -> ReportFigure:
     heatmap = chart.heatmaps[place]
     known = np.array([[value is not None for value in line] for line in heatmap.values])
     counts = np.array([[value or 0 for value in line] for line in heatmap.values])
-    names, classes = ([escape_dollars(name) for name in of] for of in (heatmap.rows, heatmap.columns))
     return ReportFigure(
         name=file_name(f"{chart.name}-{heatmap.label}"),
         title=f"{chart.title}, {heatmap.label}",
         caption=chart.caption,
-        figure=label_map.draw_label_map(counts, names, classes, known),
+        figure=draw_label_map(counts, heatmap.rows, heatmap.columns, known),
         rows=heatmap.csv_rows,
     )
-
-
-def write_figures(folder: Path, figures: Iterable[ReportFigure]) -> int:
-    """Write NAME.png, NAME.svg and NAME.csv for each figure. Returns the number of figures."""
-    names: set[str] = set()
-    for figure in figures:
-        name = file_name(figure.name)
-        while name in names:
-            name += "-2"
-        names.add(name)
-        for kind in ("png", "svg"):
-            files.write_atomic(folder / f"{name}.{kind}", render(figure.figure, kind))
-        if figure.rows:
-            files.write_atomic(folder / f"{name}.csv", to_csv(figure.rows))
-    return len(names)
-
-
-def render(figure: Figure, kind: str, resolution: int = RESOLUTION) -> bytes:
-    """The bytes of a "png" or "svg" file, without a date: the same figure has the same bytes."""
-    content = io.BytesIO()
-    with rc_context(SVG_SETTINGS):
-        figure.savefig(content, format=kind, dpi=resolution, metadata={"Date": None} if kind == "svg" else None)
-    return content.getvalue()
-
-
-def to_csv(rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
-    return text.getvalue()
-
-
-def _cell(value: Any) -> Any:
-    """NaN and None are empty cells; no number is rounded."""
-    return "" if value is None or (isinstance(value, float) and not np.isfinite(value)) else value

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from rich.console import Console
 
-from fedmll.reports.figures.label_map import IMAGE_LIMIT, count_labels, label_table, write_label_map
+from fedmll.reports.figure import write_image
+from fedmll.reports.figures.label_statistics import IMAGE_LIMIT, count_labels, draw_label_map, label_table
 
 LABELS = np.array([[1, 0, -1], [1, 1, -1], [0, 1, 0], [1, -1, 1]], dtype=np.int8)
 CLIENTS = (np.array([0, 1]), np.array([2, 3]))
@@ -56,7 +57,7 @@ def test_with_many_clients_only_the_first_are_kept_but_all_are_counted(tmp_path:
     assert result.positives.shape == result.unknown.shape == result.known.shape == (IMAGE_LIMIT, 2)
     assert len(result.sizes) == 250 and result.totals.tolist() == [249, 250]
     names = [f"c{client:03d}" for client in range(250)]
-    write_label_map(tmp_path / "map.png", result.positives, names, ["a", "b"], result.known)
+    write_image(tmp_path / "map.png", draw_label_map(result.positives, names, ["a", "b"], result.known))
     stream = io.StringIO()
     Console(width=200, file=stream).print(label_table(result, names, ["a", "b"]))
     assert "the first 30 of 250 clients" in stream.getvalue()
@@ -83,11 +84,10 @@ def test_a_large_table_is_cut_with_a_note() -> None:
 def test_the_image_shows_counts_and_cells_that_are_not_annotated(tmp_path: Path) -> None:
     names, classes = ["c000", "c001"], ["cat", "dog", "cow"]
     few, many, cut = (tmp_path / f"{name}.png" for name in ("few", "many", "cut"))
-    write_label_map(few, np.array([[1, 0, 50], [0, 2, 0]]), names, classes)
-    write_label_map(many, np.array([[50, 0, 50], [0, 2, 0]]), names, classes)
-    write_label_map(
-        cut, np.array([[1, 0, 50], [0, 2, 0]]), names, classes, np.array([[True, True, True], [True, True, False]])
-    )
+    write_image(few, draw_label_map(np.array([[1, 0, 50], [0, 2, 0]]), names, classes))
+    write_image(many, draw_label_map(np.array([[50, 0, 50], [0, 2, 0]]), names, classes))
+    known = np.array([[True, True, True], [True, True, False]])
+    write_image(cut, draw_label_map(np.array([[1, 0, 50], [0, 2, 0]]), names, classes, known))
     pictures = [pixels(path) for path in (few, many, cut)]
     assert pictures[0].shape == pictures[1].shape == pictures[2].shape
     first_cell = np.argwhere((pictures[0] != pictures[1]).any(axis=2))
@@ -101,9 +101,8 @@ def test_the_image_shows_counts_and_cells_that_are_not_annotated(tmp_path: Path)
 def test_images_of_any_size_have_their_cells_inside(tmp_path: Path, clients: int, classes: int) -> None:
     counts = np.random.default_rng(0).poisson(3, (clients, classes))
     path = tmp_path / "deep" / "map.png"
-    write_label_map(
-        path, counts, [f"hospital {n}" for n in range(clients)], [f"a long class name {n}" for n in range(classes)]
-    )
+    names, class_names = [f"hospital {n}" for n in range(clients)], [f"a long class name {n}" for n in range(classes)]
+    write_image(path, draw_label_map(counts, names, class_names))
     picture = pixels(path)
     ink = np.argwhere((picture < 200).any(axis=2))
     height, width = picture.shape[:2]
@@ -113,8 +112,7 @@ def test_images_of_any_size_have_their_cells_inside(tmp_path: Path, clients: int
 
 
 def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
-    write_label_map(
-        tmp_path / "map.svg", np.zeros((2, 2), dtype=np.int64), ["a", "b"], ["x", "y"], np.zeros((2, 2), dtype=bool)
-    )
+    counts, known = np.zeros((2, 2), dtype=np.int64), np.zeros((2, 2), dtype=bool)
+    write_image(tmp_path / "map.svg", draw_label_map(counts, ["a", "b"], ["x", "y"], known))
     assert (tmp_path / "map.svg").read_text().startswith("<?xml")
     assert not _pylab_helpers.Gcf.figs
