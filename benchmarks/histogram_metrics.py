@@ -26,7 +26,7 @@ from fedmll.core.small_groups import is_small
 from fedmll.evaluation import metrics, thresholds
 from fedmll.evaluation.histograms import evaluate_histograms, score_histograms
 from fedmll.evaluation.ranking import Floats, Ints
-from fedmll.runs.predictions import Predictions
+from fedmll.runs.array_files import Predictions
 from fedmll.training.callbacks import Callback
 
 DATA = {"COCO-80": "coco2014_8k_112.npz", "ChestX-ray14": "chestxray14_part001_112jpeg.npz"}

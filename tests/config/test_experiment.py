@@ -9,9 +9,12 @@ from fedmll.config.experiment import Experiment
 from fedmll.config.toml_values import merge_overrides
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
+from fedmll.methods.base import Part, PartOptions, option
+from fedmll.methods.method import Method
+from fedmll.methods.parts.target_losses import UnknownAsNegative
 
 
-def test_toml_out_and_in_is_the_same_experiment(tmp_path: Path) -> None:
+def test_toml_round_trip_gives_the_same_experiment(tmp_path: Path) -> None:
     experiment = Experiment.make({"seed": 3, "method": {"name": "fedprox", "mu": 0.5}, "training": {"lr": 0.01}})
     path = tmp_path / "experiment.toml"
     path.write_text(experiment.to_toml())
@@ -51,7 +54,7 @@ def test_toml_out_and_in_is_the_same_experiment(tmp_path: Path) -> None:
         ({"data": {"name": "features:x.npz"}, "model": {"backbone": "resnet18"}}, "does not fit data.name"),
     ],
 )
-def test_what_is_unknown_or_impossible_is_refused_by_name(values: dict, message: str) -> None:
+def test_error_names_the_unknown_or_impossible_setting(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Experiment.make(values)
 
@@ -60,7 +63,7 @@ AVERAGE = {"average": "mean", "trim": 0.2}
 START = {"start": "seed", "ridge": "gcv", "ridge_balanced": False}
 
 
-def test_changed_starts_another_method_from_its_own_options() -> None:
+def test_changed_method_starts_with_its_own_options() -> None:
     prox = Experiment.make({"method": {"name": "fedprox", "mu": 0.5, "weighting": "equal"}})
     assert prox.changed({"seed": 4}).method.options == {"mu": 0.5, "weighting": "equal"} | AVERAGE | START
     assert prox.changed({"method.name": "fedavg"}).method.options == {"weighting": "size"} | AVERAGE | START
@@ -68,19 +71,19 @@ def test_changed_starts_another_method_from_its_own_options() -> None:
     assert prox.changed({"method.name": "centralized"}).changed({"method.name": "fedavg"}).training.keep == "last"
 
 
-def test_fingerprint_is_what_the_result_depends_on() -> None:
+def test_fingerprint_depends_on_what_the_result_depends_on() -> None:
     base = Experiment()
     assert base.changed({"engine.workers": 7, "data.root": "/elsewhere"}).fingerprint() == base.fingerprint()
     for key, value in (("seed", 1), ("training.lr", 0.5), ("method.weighting", "equal"), ("partition.beta", 9.0)):
         assert base.changed({key: value}).fingerprint() != base.fingerprint()
 
 
-def test_merged_refuses_a_value_as_a_section() -> None:
+def test_override_below_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="'seed' is a value"):
         merge_overrides({"seed": 1}, {"seed.x": 2})
 
 
-def test_bad_files(tmp_path: Path) -> None:
+def test_missing_and_invalid_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no experiment file"):
         Experiment.load(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("seed = [")
@@ -88,9 +91,29 @@ def test_bad_files(tmp_path: Path) -> None:
         Experiment.load(tmp_path / "bad.toml")
 
 
-def test_every_published_setting_is_a_valid_one() -> None:
+def test_every_published_setting_is_valid() -> None:
     for name in names():
         method = registry.find("method", name)
         changed = Experiment().changed({"data.name": "digits", "method.name": name} | method.published)
         assert changed.method.name == name
         assert method.summary
+
+
+class PartWithLimit(Part):
+    name = "limit"
+
+    class Options(PartOptions):
+        limit: float | None = option(2.0, "None: no limit")
+        floor: float | None = option(None, "None: from the data")
+
+
+def test_option_none_is_refused_where_the_default_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TOML has no None: a resumed run would train with the default."""
+    monkeypatch.setitem(registry._registered, "method", dict(registry._registered["method"]))
+
+    class Limited(Method):
+        name, summary, paper, parts = "limited", "FedAvg with a limit", "none", (UnknownAsNegative, PartWithLimit)
+
+    assert "floor" not in Experiment.make({"method": {"name": "limited", "floor": None}}).method.options
+    with pytest.raises(ConfigError, match=r"method.limit = None cannot be stored .* its default 2.0"):
+        Experiment.make({"method": {"name": "limited", "limit": None}})

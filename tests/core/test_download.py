@@ -1,4 +1,4 @@
-"""`fedmll weights get`, against a server on this machine that can go on, cut, lie and refuse."""
+"""`fedmll weights get` with a local server that continues, interrupts, falsifies or refuses downloads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def part(target: Path) -> Path:
     return target.with_name(f"{target.name}.part")
 
 
-def test_a_whole_download(server: Server, tmp_path: Path) -> None:
+def test_download_writes_the_whole_file(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "new" / "net.pth"
     seen = get(server, target)
     assert seen[0] == (0, len(CONTENT)) and seen[-1] == (len(CONTENT), len(CONTENT)) and seen == sorted(seen)
@@ -91,7 +91,7 @@ def test_a_whole_download(server: Server, tmp_path: Path) -> None:
     assert server.asked == [None]
 
 
-def test_what_was_cut_goes_on(server: Server, tmp_path: Path) -> None:
+def test_interrupted_download_continues(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "net.pth"
     server.cut_after = 300_000
     with pytest.raises(DataError, match=r"ended after 300,000 of 1,024,000 bytes.*The first 300,000 bytes are kept"):
@@ -102,13 +102,13 @@ def test_what_was_cut_goes_on(server: Server, tmp_path: Path) -> None:
     assert server.asked == [None, "bytes=300000-"]
 
 
-def test_a_server_that_cannot_go_on_sends_all(server: Server, tmp_path: Path) -> None:
+def test_server_without_range_support_sends_the_whole_file(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     part(tmp_path / "net.pth").write_bytes(CONTENT[:5000])
     assert get(server, tmp_path / "net.pth")[0] == (0, len(CONTENT))
 
 
-def test_a_part_that_is_whole_already_or_too_long(server: Server, tmp_path: Path) -> None:
+def test_partial_file_that_is_complete_or_too_long(server: Server, tmp_path: Path) -> None:
     part(tmp_path / "net.pth").write_bytes(CONTENT)
     get(server, tmp_path / "net.pth")
     part(tmp_path / "other.pth").write_bytes(CONTENT + b"more")
@@ -116,7 +116,7 @@ def test_a_part_that_is_whole_already_or_too_long(server: Server, tmp_path: Path
     assert server.asked == [f"bytes={len(CONTENT)}-", f"bytes={len(CONTENT) + 4}-", None]
 
 
-def test_a_wrong_hash_is_refused_and_the_next_download_starts_anew(server: Server, tmp_path: Path) -> None:
+def test_wrong_hash_is_refused_and_the_next_download_starts_again(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "net.pth"
     part(target).write_bytes(b"x" * 1000)  # of another file
     with pytest.raises(DataError, match=f"not the published file.*and not with {DIGEST}"):
@@ -129,14 +129,14 @@ def test_a_wrong_hash_is_refused_and_the_next_download_starts_anew(server: Serve
     assert target.exists()  # what a person put there stays
 
 
-def test_404_says_so(server: Server, tmp_path: Path) -> None:
+def test_error_names_the_status_404(server: Server, tmp_path: Path) -> None:
     url = server.url.rpartition("/")[0] + "/missing"
     with pytest.raises(DataError, match=r"/missing cannot be downloaded \(the server says 404 Not Found"):
         download_file(url, tmp_path / "net.pth", DIGEST, lambda done, total: None)
     assert not part(tmp_path / "net.pth").exists()
 
 
-def test_without_network_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_a_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with Server() as closed:
         url = closed.url
@@ -146,7 +146,7 @@ def test_without_network_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.
     assert url in said and "refused" in said and f"put it at {tmp_path / 'net.pth'}" in said and "kept" not in said
 
 
-def test_the_commands(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_commands_download_and_list(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDMLL_CACHE", str(tmp_path))
     monkeypatch.setattr(pretrained_weights, "TORCHVISION", server.url.rpartition("/")[0] + "/")
     known = pretrained_weights.PublishedWeights("resnet18-imagenet1k-v1", "resnet18", f"net-{DIGEST}.pth", 1)

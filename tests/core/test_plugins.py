@@ -129,7 +129,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_an_installed_package_runs_compares_and_resumes(packages: Path, tmp_path: Path) -> None:
+def test_plugins_of_an_installed_package_run_compare_and_resume(packages: Path, tmp_path: Path) -> None:
     listed = fedmll(tmp_path, "methods", packages=packages)
     assert "fedmine" in listed and "fedprox" in listed
     assert "fedmine-data" in fedmll(tmp_path, "data", "list", packages=packages)
@@ -150,7 +150,7 @@ def test_an_installed_package_runs_compares_and_resumes(packages: Path, tmp_path
     assert "no method 'fedmine'" in gone and "pip install fedmll-mine==1.5" in gone
 
 
-def test_a_file_runs_compares_and_resumes_from_another_folder(tmp_path: Path) -> None:
+def test_plugin_file_runs_compares_and_resumes_from_another_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CODE.replace("NAME", "filed"))
     plugin = ["--plugin", "mine.py"]
     assert "filed" in fedmll(tmp_path, "methods", *plugin)
@@ -173,7 +173,9 @@ def experiment_with(file: Path, **values: object) -> Experiment:
     return Experiment.make({"plugins": [str(file)], **values})
 
 
-def test_where_a_file_lies_is_not_what_a_result_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_does_not_depend_on_the_path_of_a_plugin_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text("")
@@ -185,7 +187,7 @@ def test_where_a_file_lies_is_not_what_a_result_depends_on(tmp_path: Path, monke
     assert Experiment.make({"plugins": one.plugins}).to_toml() == one.to_toml()
 
 
-def test_a_run_remembers_its_plugins(tmp_path: Path) -> None:
+def test_run_stores_its_plugins_and_warns_about_changes(tmp_path: Path) -> None:
     file, out = tmp_path / "remembered.py", tmp_path / "run"
     file.write_text("x = 1\n")
     experiment = experiment_with(file)
@@ -215,7 +217,7 @@ def test_a_run_remembers_its_plugins(tmp_path: Path) -> None:
         ("from fedmll import register\nregister('losss', 'x')", "did you mean 'loss'"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(code: str, message: str, tmp_path: Path) -> None:
+def test_error_names_a_plugin_file_that_cannot_be_imported(code: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text(code)
     registry.all_of("loss"), registry.all_of("method")
@@ -224,7 +226,7 @@ def test_a_file_that_cannot_be_used_is_named(code: str, message: str, tmp_path: 
     assert str(file) in str(error.value)
 
 
-def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+def test_changed_plugin_file_is_imported_again(tmp_path: Path) -> None:
     file = tmp_path / "again.py"
     for value in (1.0, 2.0, 2.0):
         file.write_text(f"from fedmll import register\n@register('loss', 'again')\ndef f(*_): return {value}")
@@ -232,7 +234,7 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
         assert registry.find("loss", "again")() == value
 
 
-def test_an_installed_package_that_cannot_be_imported_is_named(packages: Path, tmp_path: Path) -> None:
+def test_error_names_an_installed_package_that_cannot_be_imported(packages: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     info = broken / "broken-2.0.dist-info"
     info.mkdir(parents=True)

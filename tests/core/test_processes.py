@@ -1,4 +1,4 @@
-"""Workers meet Ctrl-C at any moment, also before they are ready for it."""
+"""Worker processes and Ctrl-C at any moment, also before they have their signal handlers."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ fork_process(work).join()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of the GNU C library is set")
-def test_a_worker_keeps_the_memory_of_large_arrays() -> None:
+def test_worker_keeps_freed_memory_of_large_arrays() -> None:
     """It would be cleared anew for the next ones, page by page."""
     done = subprocess.run([sys.executable, "-c", ARRAYS], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 56
 
 
 @pytest.mark.parametrize(("name", "printed"), [("SIGINT", ["worked", "code 0"]), ("SIGTERM", ["code -15"])])
-def test_a_signal_that_meets_a_worker_before_it_begins(name: str, printed: list[str]) -> None:
+def test_signal_before_a_worker_has_its_handlers(name: str, printed: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM.format(name=name)], capture_output=True, text=True)
     assert done.stdout.splitlines() == printed
     assert done.stderr.count("Traceback") == 1

@@ -1,4 +1,4 @@
-"""The registry: everything that has a name, and lists that do not wait for torch."""
+"""The registry of names; listing names does not import torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SOURCE = Path(__file__).parents[2] / "src"
         ("metric", {"macro_auc", "map", "accuracy"}),
     ],
 )
-def test_what_is_built_in_is_there(kind: str, names: set[str]) -> None:
+def test_built_in_names_are_registered(kind: str, names: set[str]) -> None:
     assert names <= registry.all_of(kind).keys()
     assert not names & registry.find_added(kind).keys()
     assert registry.find(kind, min(names)) is registry.all_of(kind)[min(names)]
@@ -54,12 +54,12 @@ def test_what_is_built_in_is_there(kind: str, names: set[str]) -> None:
         ({"training": {"augment": "flop"}}, "training.augment: .*did you mean 'flip'"),
     ],
 )
-def test_a_wrong_name_is_refused_with_the_right_ones(values: dict, message: str) -> None:
+def test_error_for_an_unknown_name_suggests_known_names(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Experiment.make(values)
 
 
-def test_built_in_names_are_taken_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_names_cannot_be_registered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"'digits' in test_registry has the name of a built-in source"):
         registry.register("source", "digits")(
             Source(description="mine", load=lambda request: None, available=lambda root: True)
@@ -77,7 +77,7 @@ def _as_if_built_in() -> None: ...
 _as_if_built_in.__module__ = "fedmll.methods.losses"
 
 
-def test_metrics_by_name_are_those_of_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_metrics_equal_those_of_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, targets = np.random.default_rng(0).random((40, 3)), np.random.default_rng(1).integers(0, 2, (40, 3))
     report = metrics.evaluate(scores, targets, ("a", "b", "c"))
     assert {name for name in METRICS if "_" not in name or name in report.values} <= registry.all_of("metric").keys()
@@ -90,7 +90,7 @@ def test_metrics_by_name_are_those_of_evaluate(monkeypatch: pytest.MonkeyPatch) 
     assert (report.per_class["test-mean"] == scores.mean(0)).all()
 
 
-def test_the_package_shows_what_it_offers_and_nothing_else() -> None:
+def test_package_lists_its_public_names() -> None:
     offered = {"run", "resume", "compare", "load_model", "load_run", "Experiment", "Method", "Part", "register"}
     assert set(dir(fedmll)) == offered | {"FedmllError", "Callback", "Result", "__version__"}
     for name in sorted(set(dir(fedmll)) - {"load_run", "Method", "Part"}):  # these: when they are written
@@ -123,7 +123,7 @@ def test_lists_and_help_import_neither_torch_nor_sklearn(words: list[str]) -> No
     assert finished.stdout.splitlines()[-1].split() == ["False", "False"]
 
 
-def test_each_method_has_a_setting_and_a_measured_cost() -> None:
+def test_every_method_has_a_published_setting_and_a_measured_cost() -> None:
     from fedmll.methods.catalog import built_in_methods, read_costs
 
     known, costs = built_in_methods(), read_costs()

@@ -11,7 +11,7 @@ import what_leaves
 from consortium import CLASSES
 
 from fedmll.config.experiment import Experiment
-from fedmll.core.confirmation import confirm_always
+from fedmll.core.text import confirm_always
 from fedmll.deploy.error_codes import SiteError
 from fedmll.deploy.experiment_for_sites import compute_study_digest
 from fedmll.deploy.site import approval

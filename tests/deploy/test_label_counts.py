@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from fedmll import load_model
 from fedmll.cli.main import app
-from fedmll.core.confirmation import confirm_at_terminal
 from fedmll.core.errors import ConfigError, DataError, FederationError, ReplyRejected
+from fedmll.core.text import confirm_at_terminal
 from fedmll.data.dataset import Dataset
 from fedmll.deploy import label_counts
 from fedmll.deploy.introduction import Introduction

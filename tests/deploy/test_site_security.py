@@ -30,9 +30,8 @@ from what_leaves import DOCUMENT, SITE, documented, rows_of
 
 from fedmll.cli.display import site_table
 from fedmll.config.experiment import Experiment
-from fedmll.core.confirmation import confirm_at_terminal
 from fedmll.core.errors import ClientError, ConfigError, DataError, FederationError, ReplyRejected
-from fedmll.core.text import printable
+from fedmll.core.text import confirm_at_terminal, printable
 from fedmll.data.fingerprint import LARGEST_READ, compute_digest
 from fedmll.data.images.cache import cache_folder, cached_array, image_cache_in, image_folder
 from fedmll.deploy import experiment_for_sites, file_references

@@ -1,4 +1,4 @@
-"""Clients' memories on disk: what the kept checkpoints refer to is there, and a checkpoint looks at what changed."""
+"""Client states on disk: those that the kept checkpoints refer to exist, and a checkpoint looks only at changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unasked() -> StateVersions | None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_what_the_last_two_checkpoints_refer_to_stays(tmp_path: Path, every: int) -> None:
+def test_states_of_the_last_two_checkpoints_are_kept(tmp_path: Path, every: int) -> None:
     store, checkpoints = ClientStateStore(tmp_path), [StateVersions()]
     for round in range(1, 13):
         remember(store, range(round % 4, CLIENTS, 1 + round % 3), round)
@@ -58,7 +58,7 @@ class Stop(Callback):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_resumed_run_leaves_what_its_checkpoints_refer_to(tmp_path: Path, every: int) -> None:
+def test_resumed_run_keeps_the_states_of_its_checkpoints(tmp_path: Path, every: int) -> None:
     made = experiment(
         method__name="scaffold", training__optimizer="sgd", training__rounds=8, engine__checkpoint_every=every,
         participation__count=3, partition__clients=6,
@@ -74,7 +74,7 @@ def test_a_resumed_run_leaves_what_its_checkpoints_refer_to(tmp_path: Path, ever
     assert all(torch.equal(tensor, found[name]) for name, tensor in run(made).weights.items())
 
 
-def test_a_checkpoint_looks_at_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_deletes_without_listing_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, deleted, real = ClientStateStore(tmp_path), list[str](), Path.unlink
 
     def watched(path: Path, missing_ok: bool = False) -> None:
@@ -92,7 +92,7 @@ def test_a_checkpoint_looks_at_no_other_file(tmp_path: Path, monkeypatch: pytest
     assert deleted == [f"{client:06d}.{round:06d}.safetensors" for round in (1, 2) for client in range(2)]
 
 
-def test_while_a_damaged_checkpoint_may_refer_to_any_nothing_is_deleted(tmp_path: Path) -> None:
+def test_no_state_is_deleted_next_to_a_damaged_checkpoint(tmp_path: Path) -> None:
     store = ClientStateStore(tmp_path)
     store.keep_only(None)
     for round in range(1, 6):
@@ -104,8 +104,8 @@ def test_while_a_damaged_checkpoint_may_refer_to_any_nothing_is_deleted(tmp_path
     assert on_disk(store) == of(store)
 
 
-def test_a_memory_that_is_written_again_in_its_round_is_not_deleted(tmp_path: Path) -> None:
-    """A round that is tried again."""
+def test_state_written_twice_in_one_round_is_kept(tmp_path: Path) -> None:
+    """As when a round is repeated."""
     store = ClientStateStore(tmp_path)
     remember(store, range(3), 1)
     remember(store, range(3), 1)
@@ -114,7 +114,7 @@ def test_a_memory_that_is_written_again_in_its_round_is_not_deleted(tmp_path: Pa
     assert on_disk(store) == {(client, 1) for client in range(3)}
 
 
-def test_an_audit_reads_new_memories_only_and_counts_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_reads_only_new_states_and_counts_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, read = list[str](), ClientStateStore.read
 
     def counted(store: ClientStateStore, path: Path | None) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The local engine: the same bits whatever the number of workers; deaths, errors and interrupts."""
+"""The local engine: the same bits for any number of workers; dead workers, errors and interrupts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRIVATE = {"method__name": "private-fedavg", "method__loss": "sigmoid"}
 
 
 class Counting(Part):
-    """Counts its rounds in the client's memory and sends the count along."""
+    """Counts its rounds in the client state and sends the count."""
 
     name: ClassVar[str] = "test-counting"
 
@@ -61,7 +61,7 @@ class Remembering(Method):
 
 
 class Killing(Part):
-    """Kills its worker in round 2 at client c001, as the out-of-memory killer does: always, or only at first."""
+    """Kills its worker in round 2 at client c001, as the out-of-memory killer does: always, or only the first time."""
 
     name: ClassVar[str] = "test-killing"
 
@@ -106,19 +106,19 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedavg-pl", "centralized"])
-def test_same_bits_whatever_the_number_of_workers(method: str) -> None:
+def test_same_bits_for_any_number_of_workers(method: str) -> None:
     runs = [weights_of(small(method__name=method, engine__workers=w)) for w in (0, 1, 2, 3)]
     assert all(same(runs[0], other) for other in runs[1:])
     assert not same(runs[0], weights_of(small(method__name=method, seed=1)))
 
 
-def test_more_clients_than_may_be_held_and_partial_participation() -> None:
+def test_more_clients_than_held_results_and_partial_participation() -> None:
     setting = {"partition__clients": 20, "partition__kind": "iid", "participation__count": 15, "data__limit": 200}
     one, two = (weights_of(small(**setting, engine__workers=w)) for w in (1, 2))
     assert same(one, two)
 
 
-def test_memory_stays_with_its_client(tmp_path: Path) -> None:
+def test_client_state_stays_with_its_client(tmp_path: Path) -> None:
     for workers in (0, 2):
         result = run(
             small(method__name="test-remembering", training__rounds=3, engine__workers=workers), tmp_path / str(workers)
@@ -129,8 +129,8 @@ def test_memory_stays_with_its_client(tmp_path: Path) -> None:
         assert kept == [f"{client:06d}.{round:06d}.safetensors" for client in range(4) for round in (2, 3)]
 
 
-def test_memories_wait_for_the_disk_once_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the checkpoint that refers to them; what has none never waits."""
+def test_client_states_are_synced_once_per_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the checkpoint that refers to them; a method without client states never waits."""
     events = list[str]()
     real = os.fsync
 
@@ -152,14 +152,14 @@ def test_memories_wait_for_the_disk_once_a_checkpoint(tmp_path: Path, monkeypatc
     )  # two checkpoints of two files, with their folder
 
 
-def test_a_worker_that_dies_is_replaced_and_its_client_tried_again(tmp_path: Path) -> None:
+def test_dead_worker_is_replaced_and_its_client_trained_again(tmp_path: Path) -> None:
     undisturbed = weights_of(small(method__name="test-deadly", method__flag=str(tmp_path), engine__workers=2))
     disturbed = weights_of(small(method__name="test-deadly", method__flag=str(tmp_path / "flag"), engine__workers=2))
     assert (tmp_path / "flag").exists()
     assert same(undisturbed, disturbed)
 
 
-def test_a_client_that_kills_its_worker_twice_is_reported_by_name(tmp_path: Path) -> None:
+def test_error_names_a_client_that_kills_its_worker_twice(tmp_path: Path) -> None:
     experiment = small(
         method__name="test-deadly", method__flag=str(tmp_path / "f"), method__always=True, engine__workers=2
     )
@@ -169,12 +169,12 @@ def test_a_client_that_kills_its_worker_twice_is_reported_by_name(tmp_path: Path
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bug_in_a_method_shows_its_traceback(workers: int) -> None:
+def test_error_in_a_method_shows_its_traceback(workers: int) -> None:
     with pytest.raises((RuntimeError, ValueError), match="a bug in a method"):
         run(small(method__name="test-broken", engine__workers=workers))
 
 
-def test_a_diverging_client_stops_the_run_by_name(tmp_path: Path) -> None:
+def test_error_names_a_diverging_client(tmp_path: Path) -> None:
     experiment = small(training__optimizer="sgd", training__lr=1e30, engine__workers=2)
     with pytest.raises(ClientError, match=r"client c00\d became nan in round 1"):
         run(experiment, tmp_path / "run")
@@ -194,7 +194,7 @@ def test_no_process_is_left_behind() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_predictions_do_not_depend_on_how_they_are_cut(tmp_path: Path) -> None:
+def test_predictions_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
     """Engine predictions equal the model applied to each sample of the test data, in order."""
     data = build(small(engine__workers=2))
     engine = LocalEngine(data, tmp_path)
@@ -211,10 +211,10 @@ def test_predictions_do_not_depend_on_how_they_are_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "times"), [({"method__name": "fedavg"}, 1), (PRIVATE, 4)])
-def test_what_is_expected_is_worked_out_once_for_all_who_are_sent_the_same(
+def test_reply_spec_is_computed_once_for_equal_messages(
     monkeypatch: pytest.MonkeyPatch, method: dict[str, str], times: int
 ) -> None:
-    """With private labels every one of the four clients is sent rows of its own."""
+    """With private labels each of the four clients is sent its own rows."""
     asked, expects = list[int](), Method.reply_spec
 
     def counted(self: Method, sent: Message, round: int) -> dict[str, TensorSpec]:
@@ -226,7 +226,7 @@ def test_what_is_expected_is_worked_out_once_for_all_who_are_sent_the_same(
     assert asked == [1] * times + [2] * times
 
 
-def test_cuda_is_refused_where_there_is_none() -> None:
+def test_cuda_is_refused_without_a_device() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ConfigError, match="no CUDA device"):

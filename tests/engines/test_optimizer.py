@@ -1,4 +1,4 @@
-"""The optimiser against torch's own, bit by bit."""
+"""The optimizer equals torch's own, bit for bit."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def teach(own: list[nn.Parameter], step: int, without: int | None = None) -> None:
-    """A gradient for each, but for one."""
+    """Set a gradient for every parameter except one."""
     generator = torch.Generator().manual_seed(step + 1)
     for number, parameter in enumerate(own):
         gradient = torch.randn(parameter.shape, generator=generator)
@@ -33,7 +33,7 @@ def teach(own: list[nn.Parameter], step: int, without: int | None = None) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_step_has_the_bits_of_torchs_optimiser(kind: str) -> None:
+def test_every_step_has_the_bits_of_torchs_optimizer(kind: str) -> None:
     changes, torchs = KINDS[kind]
     own, theirs = parameters(), parameters()
     optimizer = ClientOptimizer(TrainingSettings(lr=0.05, weight_decay=0.1, **changes), own)
@@ -49,7 +49,7 @@ def test_every_step_has_the_bits_of_torchs_optimiser(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_next_client_starts_afresh(kind: str) -> None:
+def test_next_client_starts_with_a_fresh_state(kind: str) -> None:
     training = TrainingSettings(lr=0.05, **KINDS[kind][0])
     own, fresh = parameters(), parameters()
     optimizer = ClientOptimizer(training, own)
@@ -69,7 +69,7 @@ def test_the_next_client_starts_afresh(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_it_kept_goes_on_where_it_ended(kind: str) -> None:
+def test_kept_state_continues_in_the_next_round(kind: str) -> None:
     training = TrainingSettings(lr=0.05, **KINDS[kind][0])
     own, broken = parameters(), parameters()
     whole, memory = ClientOptimizer(training, own), Tensors()
@@ -84,8 +84,8 @@ def test_what_it_kept_goes_on_where_it_ended(kind: str) -> None:
     assert memory.keys() == whole.state().keys() and bool(memory) == (kind != "sgd")
 
 
-def test_a_state_is_given_away_and_used_up() -> None:
-    """There is one copy of it, and no other client writes into it."""
+def test_state_belongs_to_the_caller() -> None:
+    """There is one copy of the state, and no other client writes to it."""
     own = parameters()
     optimizer = ClientOptimizer(TrainingSettings(lr=0.05), own)
     for client in range(2):
@@ -101,7 +101,7 @@ def test_a_state_is_given_away_and_used_up() -> None:
     assert optimizer.kept["exp_avg"][0] is state["0.exp_avg"]
 
 
-def test_a_loss_that_is_no_number_is_refused_in_torchs_words() -> None:
+def test_loss_that_is_not_a_scalar_gives_torchs_error() -> None:
     own = parameters()
     with pytest.raises(RuntimeError, match="only for scalar outputs"):
         backward(own[0] * 2)
@@ -109,7 +109,7 @@ def test_a_loss_that_is_no_number_is_refused_in_torchs_words() -> None:
     assert torch.equal(own[0].grad, torch.full_like(own[0], 2))  # type: ignore[arg-type]
 
 
-def test_a_parameter_that_gets_its_first_gradient_late_starts_its_momentum_then() -> None:
+def test_momentum_starts_with_the_first_gradient_of_a_parameter() -> None:
     own = parameters()
     start = own[1].detach().clone()
     optimizer = ClientOptimizer(TrainingSettings(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.0), own)
@@ -121,7 +121,7 @@ def test_a_parameter_that_gets_its_first_gradient_late_starts_its_momentum_then(
     torch.testing.assert_close(own[1].detach(), start - 0.5 * gradients[0] - 0.5 * (gradients[1] + 0.9 * gradients[0]))
 
 
-def test_backward_gives_the_gradients_of_torchs_own() -> None:
+def test_backward_gives_torchs_gradients() -> None:
     own, theirs = parameters(), parameters()
     for each, go in ((own, backward), (theirs, Tensor.backward)):
         for _ in range(2):  # they are added to those that are there
@@ -132,7 +132,7 @@ def test_backward_gives_the_gradients_of_torchs_own() -> None:
     assert unused[0].grad is not None and unused[1].grad is None
 
 
-def test_torchs_generator_gets_the_seed_that_manual_seed_would_give_it() -> None:
+def test_seed_global_equals_manual_seed() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(3, 1, "c000", "torch"))
         expected = torch.rand(5)

@@ -1,4 +1,4 @@
-"""The learner against plain torch: optimisers, the sum of terms, evaluation mode."""
+"""The trainer equals plain torch: optimizers, the sum of losses, evaluation mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 0.01])
-def test_a_round_is_plain_torch(name: str, clip: float | None) -> None:
+def test_round_equals_plain_torch(name: str, clip: float | None) -> None:
     made = experiment(
         training__optimizer=name, training__lr=0.05, training__momentum=0.8, training__weight_decay=0.3,
         training__batch_size=2, training__local_epochs=2, training__clip=clip, model__norm="group",
@@ -47,9 +47,7 @@ def test_a_round_is_plain_torch(name: str, clip: float | None) -> None:
 
 
 @pytest.mark.parametrize("augment", ["none", "crop-flip"])
-def test_batches_are_the_same_whether_an_epoch_is_gathered_at_once(
-    monkeypatch: pytest.MonkeyPatch, augment: str
-) -> None:
+def test_batches_do_not_depend_on_gathering_an_epoch_at_once(monkeypatch: pytest.MonkeyPatch, augment: str) -> None:
     trainer = make_trainer(experiment(training__batch_size=4, training__local_epochs=2, training__augment=augment))
     client = make_client(trainer, LABELS)
     at_once = list(client.batches())
@@ -64,7 +62,7 @@ def test_batches_are_the_same_whether_an_epoch_is_gathered_at_once(
         assert torch.equal(batch.targets, torch.from_numpy(client.data.labels[batch.rows]))
 
 
-def test_terms_are_added() -> None:
+def test_losses_of_parts_are_added() -> None:
     both = experiment().changed(
         {"method": {"name": "compose", "head": "etf-ladm", "parts": ["masked", "contrast"]}, "model.channels": (4, 8)}
     )
@@ -77,7 +75,7 @@ def test_terms_are_added() -> None:
     assert sums[0] > sums[1] + 0.5  # a contrast of three classes is about log 3
 
 
-def test_predictions_are_made_in_evaluation_mode_and_of_nothing_there_are_none() -> None:
+def test_predict_uses_evaluation_mode_and_accepts_no_samples() -> None:
     trainer = make_trainer(experiment())
     data = make_client(trainer, LABELS).data
     trainer.model.train()
@@ -89,7 +87,7 @@ def test_predictions_are_made_in_evaluation_mode_and_of_nothing_there_are_none()
     assert trainer.predict(data, 3, 3).shape == (0, 3)
 
 
-def test_a_pooled_method_has_one_client_with_everything() -> None:
+def test_pooled_method_has_one_client_with_all_data() -> None:
     made = experiment(method__name="centralized", annotation__kind="missing", annotation__missing=3)
     data = federation.build(made)
     trainer = make_trainer(data.experiment, data.train.classes, data.train.sample_shape)
@@ -100,7 +98,7 @@ def test_a_pooled_method_has_one_client_with_everything() -> None:
     assert trainer.participants(data, 5) == [0]
 
 
-def test_an_exchange_beside_the_rounds_trains_nobody() -> None:
+def test_opening_exchange_trains_no_client() -> None:
     trainer = make_trainer(experiment(method__name="fed-ridge", model__freeze="backbone"))
     before = trainer.weights.vector.clone()
     sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 0)
@@ -109,7 +107,7 @@ def test_an_exchange_beside_the_rounds_trains_nobody() -> None:
     assert torch.equal(trainer.weights.vector, before)
 
 
-def test_whatever_was_left_in_evaluation_mode_trains_again_and_no_kind_of_device_is_seeded_in_vain(
+def test_training_mode_is_restored_and_only_used_devices_are_seeded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = make_trainer(experiment(training__batch_size=4))  # with batch normalisation

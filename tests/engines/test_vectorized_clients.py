@@ -1,5 +1,5 @@
-"""Clients trained at once: the same as one after the other but for the last bits, the same bits whatever the number of
-workers, and refused where it cannot be right or would be slower."""
+"""Clients trained at once: as one after the other except for the last bits, with the same bits for any number of
+workers, and refused where the result would be wrong or training slower."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNKNOWN = {"annotation__kind": "missing", "annotation__missing": 2}
 
 @pytest.fixture(scope="module")
 def vectors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Twelve clients of 7 to 60 feature vectors: no two need have as many batches."""
+    """Twelve clients of 7 to 60 feature vectors: their numbers of batches differ."""
     generator, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "vectors.npz"
     hidden = generator.normal(size=(360, 5))
     features = (hidden @ generator.normal(size=(5, 20)) + generator.normal(size=(360, 20))).astype(np.float32)
@@ -53,8 +53,8 @@ def weights_of(made: Experiment, **options: Any) -> Tensors:
 
 
 def assert_close(one: Tensors, other: Tensors) -> None:
-    """As near as one step in float32 leaves them after two rounds; and not the very same bits, which would be those of
-    clients that were trained one by one."""
+    """Close within float32 after two rounds, but not the same bits, which would mean that the clients were trained one
+    after the other."""
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], atol=2e-5, rtol=2e-4)
@@ -83,7 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_training_one_by_one_but_for_the_last_bits(vectors: dict[str, Any], case: str) -> None:
+def test_vectorized_training_equals_sequential_except_for_the_last_bits(vectors: dict[str, Any], case: str) -> None:
     setting = vectors | CASES[case]
     alone, at_once = experiment(**setting), experiment(training__clients_per_batch=5, **setting)
     sizes = build(alone).sizes
@@ -94,8 +94,8 @@ def test_it_is_training_one_by_one_but_for_the_last_bits(vectors: dict[str, Any]
         assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
 
 
-def test_it_is_fedavg_by_hand(vectors: dict[str, Any]) -> None:
-    """A round of plain torch: every client from the start, averaged by size."""
+def test_vectorized_training_equals_fedavg_by_hand(vectors: dict[str, Any]) -> None:
+    """One round in plain torch: every client starts from the same weights; the average is weighted by size."""
     made = experiment(**vectors | SGD, training__rounds=1, training__clients_per_batch=12)
     data = build(made)
     engine = LocalEngine(data, Path())
@@ -117,7 +117,7 @@ def test_it_is_fedavg_by_hand(vectors: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("method", [{}, {"method__name": "scaffold"} | SGD])
-def test_same_bits_whatever_the_number_of_workers(vectors: dict[str, Any], method: dict[str, Any]) -> None:
+def test_vectorized_run_gives_the_same_bits_for_any_workers(vectors: dict[str, Any], method: dict[str, Any]) -> None:
     setting = vectors | method | {"training__clients_per_batch": 3}
     first, *others = (weights_of(experiment(**setting, engine__workers=workers)) for workers in (0, 1, 2, 3))
     for other in others:
@@ -130,8 +130,8 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
 
-def test_same_bits_after_it_was_stopped_and_resumed(vectors: dict[str, Any], tmp_path: Path) -> None:
-    """Control variates are memories of clients: each gets its own back."""
+def test_vectorized_run_gives_the_same_bits_after_resume(vectors: dict[str, Any], tmp_path: Path) -> None:
+    """Control variates are client states: each client gets its own back."""
     made = experiment(**vectors | SGD, method__name="scaffold", training__rounds=4, training__clients_per_batch=4)
     expected = weights_of(made)
     with pytest.raises(KeyboardInterrupt):
@@ -141,7 +141,7 @@ def test_same_bits_after_it_was_stopped_and_resumed(vectors: dict[str, Any], tmp
 
 
 class Killing(Part):
-    """Kills its worker in round 2 at one client, as the out-of-memory killer does: while there is no such file."""
+    """Kills its worker in round 2 at one client, as the out-of-memory killer does, as long as a file does not exist."""
 
     name: ClassVar[str] = "test-killing-together"
 
@@ -156,7 +156,7 @@ class Killing(Part):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_group_whose_worker_dies_is_trained_again(vectors: dict[str, Any], tmp_path: Path) -> None:
+def test_group_of_a_dead_worker_is_trained_again(vectors: dict[str, Any], tmp_path: Path) -> None:
     setting = vectors | {"method__name": "compose", "training__clients_per_batch": 4, "engine__workers": 2}
 
     def made(flag: Path) -> Experiment:
@@ -181,12 +181,12 @@ def test_local_models_stay_with_their_clients(vectors: dict[str, Any]) -> None:
         assert other.metrics[name] == pytest.approx(one.metrics[name], abs=0.02)
 
 
-def test_a_frozen_backbones_tokens_with_a_linear_head() -> None:
+def test_frozen_tokens_with_a_linear_head() -> None:
     setting = {"model__freeze": "backbone", "training__lr": 0.01, "partition__clients": 6}
     assert_close(weights_of(experiment(**setting)), weights_of(experiment(**setting, training__clients_per_batch=6)))
 
 
-def test_a_pooled_method_has_one_client_and_trains_it_as_ever(vectors: dict[str, Any]) -> None:
+def test_pooled_method_trains_its_one_client_as_usual(vectors: dict[str, Any]) -> None:
     setting = vectors | {"method__name": "centralized"}
     one, other = weights_of(experiment(**setting)), weights_of(experiment(**setting, training__clients_per_batch=8))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
@@ -196,7 +196,7 @@ def test_a_pooled_method_has_one_client_and_trains_it_as_ever(vectors: dict[str,
     ("clients", "size", "expected"),
     [(7, None, [1] * 7), (12, 5, [4, 4, 4]), (12, 12, [12]), (3, 8, [3]), (100, 16, [14] * 5 + [15] * 2), (0, 4, [])],
 )
-def test_groups_are_about_equal_and_keep_the_order(clients: int, size: int | None, expected: list[int]) -> None:
+def test_groups_have_about_equal_sizes_and_keep_the_order(clients: int, size: int | None, expected: list[int]) -> None:
     order = list(range(100, 100 + clients))
     groups = group_clients(order, size)
     assert sorted(map(len, groups)) == expected and [client for group in groups for client in group] == order
@@ -206,7 +206,7 @@ def test_groups_are_about_equal_and_keep_the_order(clients: int, size: int | Non
 
 
 class Fixed(Part):
-    """Pulls a client's logits to a number of its own, which it prepared; and its weights to what it started from."""
+    """Pulls a client's logits to the client's own number, and its weights to those it started from."""
 
     name: ClassVar[str] = "test-fixed"
 
@@ -230,7 +230,7 @@ class Pulled(Method):
 
 
 class Other(Fixed):
-    """What a subclass does anew is not marked by its parent."""
+    """A hook that a subclass overrides does not inherit the mark of its parent."""
 
     name: ClassVar[str] = "test-other"
 
@@ -238,13 +238,13 @@ class Other(Fixed):
         return super().loss(step, round_state)
 
 
-def test_what_parts_prepare_is_each_clients_own(vectors: dict[str, Any]) -> None:
+def test_round_states_belong_to_their_clients(vectors: dict[str, Any]) -> None:
     setting = vectors | {"method__name": "test-pulled"}
     assert_close(weights_of(experiment(**setting)), weights_of(experiment(**setting, training__clients_per_batch=5)))
 
 
 class Claiming(Part):
-    """At some of the clients unknown targets are another part's."""
+    """At some clients the unknown targets belong to another part."""
 
     name: ClassVar[str] = "test-claiming"
 
@@ -253,7 +253,7 @@ class Claiming(Part):
 
 
 class Stepping(Part):
-    """Counts for less in every step."""
+    """Its weight decreases in every step."""
 
     name: ClassVar[str] = "test-stepping"
 
@@ -263,7 +263,7 @@ class Stepping(Part):
 
 
 class Replying(TruthAudit):
-    """Replies with its weights themselves and remembers them, and draws from torch's own generator."""
+    """Replies with its weights, keeps them as client state, and draws from torch's global generator."""
 
     name: ClassVar[str] = "test-replying"
 
@@ -298,7 +298,7 @@ class Spread(Aggregator):
 
 
 @pytest.mark.parametrize("part", ["test-claiming", "test-stepping", "test-replying"])
-def test_parts_see_and_leave_what_is_their_clients(vectors: dict[str, Any], part: str) -> None:
+def test_hooks_see_and_change_only_their_client(vectors: dict[str, Any], part: str) -> None:
     setting = vectors | UNKNOWN | {"method__name": "compose", "method__parts": ("unknown-as-negative", part)}
     setting |= {"engine__workers": 1}  # in the calling process a reply is merged before the next client comes
     one, other = run(experiment(**setting)), run(experiment(**setting, training__clients_per_batch=5))
@@ -310,7 +310,7 @@ def test_parts_see_and_leave_what_is_their_clients(vectors: dict[str, Any], part
 
 
 class Unlike(Part):
-    """Prepares what cannot be stacked."""
+    """Has round states that cannot be stacked."""
 
     name: ClassVar[str] = "test-unlike"
 
@@ -341,7 +341,7 @@ class Curious(Part):
 
 
 @pytest.mark.parametrize("what", ["number", "some", "samples", "object", "keys"])
-def test_what_differs_from_client_to_client_in_more_than_values_is_reported(vectors: dict[str, Any], what: str) -> None:
+def test_round_states_of_different_structure_are_refused(vectors: dict[str, Any], what: str) -> None:
     parts = {
         "method__name": "compose",
         "method__parts": ("unknown-as-negative", "test-unlike"),
@@ -353,7 +353,7 @@ def test_what_differs_from_client_to_client_in_more_than_values_is_reported(vect
         run(experiment(**vectors | parts, training__clients_per_batch=4))
 
 
-def test_an_adjust_that_asks_for_more_than_rows_is_told_so(vectors: dict[str, Any]) -> None:
+def test_on_gradients_may_use_only_rows_of_weights(vectors: dict[str, Any]) -> None:
     setting = vectors | {
         "method__name": "compose",
         "method__parts": ("unknown-as-negative", "test-curious"),
@@ -374,16 +374,14 @@ def test_an_adjust_that_asks_for_more_than_rows_is_told_so(vectors: dict[str, An
         ({"method__name": "compose", "method__parts": ("unknown-as-negative", "test-other")}, "test-other"),
     ],
 )
-def test_a_part_that_works_for_one_client_at_a_time_is_refused(
-    vectors: dict[str, Any], method: dict[str, Any], part: str
-) -> None:
+def test_part_that_is_not_vectorized_is_refused(vectors: dict[str, Any], method: dict[str, Any], part: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"training.clients_per_batch = 4: the part '{part}' can train only one client at a time"
     ):
         experiment(**({} if "data__name" in method else vectors) | method, training__clients_per_batch=4)
 
 
-def test_other_settings_that_do_not_go_with_it_are_refused(vectors: dict[str, Any]) -> None:
+def test_incompatible_settings_are_refused(vectors: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"needs training.optimizer_state = 'fresh'"):
         experiment(**vectors, training__clients_per_batch=4, training__optimizer_state="kept")
     with pytest.raises(ConfigError, match=r"training.clients_per_batch.*greater than or equal to 2"):
@@ -393,7 +391,7 @@ def test_other_settings_that_do_not_go_with_it_are_refused(vectors: dict[str, An
 @pytest.mark.parametrize(
     ("setting", "layer"), [({}, "Conv2d"), ({"model__freeze": "backbone", "model__width": 8}, "Conv2d")]
 )
-def test_a_network_of_other_layers_is_refused_before_anything_starts(
+def test_network_with_other_layers_is_refused_before_training(
     setting: dict[str, Any], layer: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=rf"is for networks of linear layers .* a {layer}. Leave it out"):
@@ -402,7 +400,7 @@ def test_a_network_of_other_layers_is_refused_before_anything_starts(
 
 
 class Odd(Classifier):
-    """A linear head with something beside it."""
+    """A linear head with another layer next to it."""
 
     def __init__(self, backbone: Backbone, classes: int, beside: nn.Module) -> None:
         super().__init__(backbone, classes)
@@ -430,7 +428,7 @@ class OddHead(Head):
 
 
 @pytest.mark.parametrize(("beside", "layer"), [("norm", "BatchNorm1d"), ("dropout", "Dropout")])
-def test_a_network_that_draws_or_keeps_statistics_is_refused(vectors: dict[str, Any], beside: str, layer: str) -> None:
+def test_network_with_dropout_or_statistics_is_refused(vectors: dict[str, Any], beside: str, layer: str) -> None:
     head = {"method__name": "compose", "method__head": "test-odd", "method__test-odd__beside": beside}
     with pytest.raises(ConfigError, match=rf"this one has beside, a {layer}"):
         run(experiment(**vectors | head, training__clients_per_batch=4))
@@ -442,14 +440,14 @@ def test_attention_is_refused(vectors: dict[str, Any]) -> None:
         run(experiment(**vectors | head, training__clients_per_batch=4))
 
 
-def test_a_layer_that_the_loss_does_not_know_is_reported(vectors: dict[str, Any]) -> None:
-    """Alone it stays as it is; in a row it would decay."""
+def test_layer_without_a_gradient_is_reported(vectors: dict[str, Any]) -> None:
+    """A client trained alone leaves such a layer unchanged; in a stacked row weight decay would change it."""
     head = {"method__name": "compose", "method__head": "test-odd"}
     with pytest.raises(ClientError, match=r"clients_per_batch = 4: the loss does not depend on beside.weight. Leave"):
         run(experiment(**vectors | head, training__clients_per_batch=4))
 
 
-def test_who_can_is_named(vectors: dict[str, Any]) -> None:
+def test_error_names_the_methods_that_can_be_vectorized(vectors: dict[str, Any]) -> None:
     able = "fed-ridge, fedavg, fedavg-pl, fedcurv, fednova, fedprox, local-only, scaffold, spherefed, surgical"
     with pytest.raises(ConfigError) as found:
         experiment(**vectors, method__name="fedharmony", training__clients_per_batch=4)
@@ -463,7 +461,7 @@ def deciding(logits: Tensor, targets: Tensor, positive_weight: Tensor | None = N
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loss_that_decides_by_values_is_reported(vectors: dict[str, Any], workers: int) -> None:
+def test_loss_with_branches_on_values_is_reported(vectors: dict[str, Any], workers: int) -> None:
     made = experiment(**vectors, training__loss="test-deciding", training__clients_per_batch=4, engine__workers=workers)
     with pytest.raises(
         ClientError, match=r"cannot be computed for several clients at once .* Leave training.clients_per_batch out"
@@ -471,13 +469,13 @@ def test_a_loss_that_decides_by_values_is_reported(vectors: dict[str, Any], work
         run(made)
 
 
-def test_a_client_that_diverges_is_named(vectors: dict[str, Any]) -> None:
+def test_vectorized_error_names_a_diverging_client(vectors: dict[str, Any]) -> None:
     made = experiment(**vectors | {"training__optimizer": "sgd", "training__lr": 1e30}, training__clients_per_batch=12)
     with pytest.raises(ClientError, match=r"The loss of client c\d+ became (nan|inf) in round 1. Lower training.lr"):
         run(made)
 
 
-def test_it_is_another_experiment_only_where_it_is_set(vectors: dict[str, Any]) -> None:
+def test_fingerprint_depends_on_clients_per_batch_only_if_set(vectors: dict[str, Any]) -> None:
     plain = experiment(**vectors)
     assert "together" not in plain.to_toml()
     prints = {

@@ -1,4 +1,4 @@
-"""Jobs in worker processes: quick ones are given several at a time, and nothing else is different."""
+"""Jobs in worker processes: short jobs are bundled, which changes nothing else."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ ALWAYS = "always"  # no file
 
 
 def work(kind: str, arguments: tuple, messages: list[Message]) -> list[Message]:
-    """Twice what was sent; `kind` may be a file: whoever gets such a job and finds no file makes it and dies."""
+    """Returns twice what was sent. If `kind` is the path of a file that does not exist, creates it and dies."""
     if kind and not Path(kind).exists():
         if kind != ALWAYS:
             Path(kind).touch()
@@ -40,7 +40,7 @@ def results(pool: WorkerPool, deadly: dict[int, str]) -> list[Message]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_quick_jobs_go_several_at_a_time_and_come_back_in_order(workers: int, tmp_path: Path) -> None:
+def test_short_jobs_are_bundled_and_results_are_in_order(workers: int, tmp_path: Path) -> None:
     pool = WorkerPool(work, workers)
     try:
         for deadly in ({}, {50: str(tmp_path / "died")}):  # one that dies once changes nothing
@@ -52,8 +52,8 @@ def test_quick_jobs_go_several_at_a_time_and_come_back_in_order(workers: int, tm
         pool.close()
 
 
-def test_a_job_may_carry_several_messages_and_has_a_result_for_each() -> None:
-    """Tensors of their own and shared ones, numbers too."""
+def test_job_with_several_messages_has_a_result_for_each() -> None:
+    """With own and shared tensors, and with numbers."""
     shared = torch.tensor([0.5])
     pool = WorkerPool(work, 2)
     sent = [[Message({"x": torch.full((n,), float(n)), "shared": shared}, {"n": float(n)}) for n in range(size)]
@@ -69,7 +69,7 @@ def test_a_job_may_carry_several_messages_and_has_a_result_for_each() -> None:
             assert reply["twice"].tolist() == [2 * n + 0.5] * n and reply.numbers["n"] == n
 
 
-def test_a_death_is_told_with_the_job_that_it_was_at() -> None:
+def test_error_names_the_job_of_a_dead_worker() -> None:
     pool = WorkerPool(work, 1)
     try:
         with pytest.raises(ClientError, match=r"^The worker that ran job 60 was killed by signal 9"):

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from fedmll import resume, run
 from fedmll.core.errors import ReplyRejected
-from fedmll.core.message import Message, Tensors
+from fedmll.core.message import DiskBuffer, Message, Tensors
 from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
 from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.method import Method
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
-from fedmll.methods.parts.disk_buffer import DiskBuffer
 from fedmll.methods.parts.semi_supervised import EmaTeacher, pseudo_targets, ramp_up
 from fedmll.testing import (
     compute_loss,
@@ -200,7 +199,7 @@ def test_a_spill_gives_every_reply_again_bit_for_bit() -> None:
                                  "own": torch.tensor([k])}, {"samples": float(k)}))
         for k in range(12)
     ]  # fmt: skip
-    buffer = DiskBuffer()
+    buffer = DiskBuffer[ClientInfo]()
     for peer, reply in replies:
         buffer.add(peer, reply)
     for _ in range(2):
@@ -225,7 +224,7 @@ class Nearest(WeightedAverage):
 
 class NearestHalf(Aggregator):
     def __init__(self) -> None:
-        self.buffer, self.mean = DiskBuffer(), WeightedMean()
+        self.buffer, self.mean = DiskBuffer[ClientInfo](), WeightedMean()
 
     def add(self, peer: ClientInfo, reply: Message) -> None:
         self.buffer.add(peer, reply)

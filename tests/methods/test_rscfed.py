@@ -13,9 +13,8 @@ from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, logits_of, n
 
 from fedmll import run
 from fedmll.core.errors import ConfigError
-from fedmll.core.message import Message
+from fedmll.core.message import DiskBuffer, Message
 from fedmll.core.seeding import numpy_generator
-from fedmll.methods.parts.disk_buffer import DiskBuffer
 from fedmll.testing import aggregate, compute_loss, experiment, make_client_info, make_trainer, start_round
 
 SIZES = (40.0, 10.0, 30.0, 20.0, 25.0)

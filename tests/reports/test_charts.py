@@ -31,8 +31,7 @@ from fedmll.reports.charts import (
 from fedmll.reports.curves import curve_columns, learning_curves
 from fedmll.reports.html_report import compare_settings, count_of, describe_study
 from fedmll.reports.result_table import rank_values, result_table
-from fedmll.runs.client_labels import read_client_labels
-from fedmll.runs.predictions import Predictions, read_predictions
+from fedmll.runs.array_files import Predictions, read_client_labels, read_predictions
 
 __all__ = ["comparison"]
 

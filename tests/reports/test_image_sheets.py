@@ -15,7 +15,7 @@ from fedmll.data.dataset import Dataset
 from fedmll.data.images.decode import LazyImages
 from fedmll.reports.figure import write_image
 from fedmll.reports.figures.image_sheets import Mistake, draw_mistake_sheet, find_mistakes, load_images
-from fedmll.runs.predictions import Predictions
+from fedmll.runs.array_files import Predictions
 
 if TYPE_CHECKING:
     from fedmll.inference.load import SavedRun

@@ -1,4 +1,4 @@
-"""What a person sees of a result in Python and in a notebook."""
+"""How a result is shown in Python and in a notebook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedmll.cli import display, methods
 from fedmll.runs.formatting import format_result, headline_metrics, result_html
 
 
-def test_a_result_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar shows where rich finds a notebook, and is gone from the process when the run is over."""
     shown: list[str] = []
     console = Console(force_jupyter=True, width=100, file=io.StringIO())
@@ -31,7 +31,7 @@ def test_a_result_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"<td>macro_auc</td><td>{result.metrics['macro_auc']:.2f}</td>" in page
 
 
-def test_what_is_not_exact_is_shown_with_its_error() -> None:
+def test_inexact_metric_is_shown_with_its_error_bound() -> None:
     metrics = {
         "pooled_macro_auc": 81.212,
         "pooled_macro_auc_error": 14.407,
@@ -44,12 +44,12 @@ def test_what_is_not_exact_is_shown_with_its_error() -> None:
     assert headline_metrics(SimpleNamespace(metrics=undefined)) == [("pooled_macro_auc", "–")]  # type: ignore[arg-type]
 
 
-def test_a_page_has_no_markup_of_strangers() -> None:
+def test_text_from_others_is_escaped_in_html() -> None:
     summary = {"method": "<b>", "data": "x", "round": 1}
     assert "<b>" not in result_html(SimpleNamespace(summary=summary, metrics={}, folder=None))  # type: ignore[arg-type]
 
 
-def test_a_method_is_shown_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_method_options_are_shown_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     """The options of each piece under its name, with what they mean, their range and default."""
     methods.show_method("fedprox")
     said = capsys.readouterr().out

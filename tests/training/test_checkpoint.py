@@ -19,7 +19,7 @@ def make(round: int) -> Checkpoint:
     )
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_checkpoint_is_loaded(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path, make(7))
     loaded, warnings = checkpoint.load_checkpoint(tmp_path, "abc")
     assert loaded is not None
@@ -27,7 +27,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded.state["weights"], torch.full((5,), 7.0))
 
 
-def test_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     for round in range(1, 6):
         checkpoint.save_checkpoint(tmp_path, make(round))
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -38,7 +38,7 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["000002.safetensors", "000002.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone"])
-def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path, name: str, damage: str) -> None:
     checkpoint.save_checkpoint(tmp_path, make(1))
     checkpoint.save_checkpoint(tmp_path, make(2))
     path = tmp_path / name
@@ -56,24 +56,24 @@ def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path: Path, name: str, 
         assert "damaged" in warnings[0]
 
 
-def test_changed_facts_are_noticed(tmp_path: Path) -> None:
+def test_changed_json_is_noticed(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path, make(1))
     path = tmp_path / "000001.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"round": 9}))
     assert checkpoint.load_checkpoint(tmp_path, "abc")[0] is None
 
 
-def test_another_experiments_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_experiment_is_refused(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path, make(1))
     with pytest.raises(CheckpointError, match="another experiment"):
         checkpoint.load_checkpoint(tmp_path, "xyz")
 
 
-def test_none_yet(tmp_path: Path) -> None:
+def test_without_checkpoints_nothing_is_loaded(tmp_path: Path) -> None:
     assert checkpoint.load_checkpoint(tmp_path / "nothing", "abc") == (None, [])
 
 
-def test_whose_checkpoints_these_are_is_seen_without_reading_tensors(tmp_path: Path) -> None:
+def test_check_fingerprint_reads_no_tensors(tmp_path: Path) -> None:
     checkpoint.check_fingerprint(tmp_path, "abc")  # none yet
     checkpoint.save_checkpoint(tmp_path, make(1))
     checkpoint.check_fingerprint(tmp_path, "abc")
@@ -83,15 +83,15 @@ def test_whose_checkpoints_these_are_is_seen_without_reading_tensors(tmp_path: P
     checkpoint.check_fingerprint(tmp_path, "abc")
 
 
-def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save_checkpoint(tmp_path, make(1))
     monkeypatch.setattr(checkpoint, "FORMAT_VERSION", checkpoint.FORMAT_VERSION + 1)
     with pytest.raises(CheckpointError, match=rf"version {checkpoint.FORMAT_VERSION - 1}; this fedmll reads"):
         checkpoint.load_checkpoint(tmp_path, "abc")
 
 
-def test_the_states_of_twelve_clients_are_read_back(tmp_path: Path) -> None:
-    """Numbers as keys are strings after JSON and sort differently: 10 before 2."""
+def test_rounds_of_client_states_are_loaded(tmp_path: Path) -> None:
+    """JSON turns numbers that are keys into strings, which sort differently: 10 before 2."""
     states = {client: 100 + client for client in range(12)}
     checkpoint.save_checkpoint(
         tmp_path, Checkpoint(round=120, state={"weights": torch.zeros(1)}, fingerprint="abc", client_states=states)
@@ -102,7 +102,7 @@ def test_the_states_of_twelve_clients_are_read_back(tmp_path: Path) -> None:
     assert checkpoint.referenced_client_states(tmp_path) == set(states.items())
 
 
-def test_a_damaged_checkpoint_may_need_any_client_state(tmp_path: Path) -> None:
+def test_damaged_checkpoint_may_refer_to_any_client_state(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path, make(1))
     checkpoint.save_checkpoint(tmp_path, make(2))
     (tmp_path / "000002.json").write_text("{}")

@@ -32,7 +32,7 @@ EXPERIMENT = {
 
 
 class DriftingMean(WeightedAverage):
-    """Has a client memory that matters for the weights: resuming must find the right one."""
+    """Has a client state that the weights depend on: a resumed run must find the right one."""
 
     name: ClassVar[str] = "test-drifting-mean"
 
@@ -48,7 +48,7 @@ class Drifting(Method):
 
 
 def in_child(client_round: Callable[[], object]) -> int:
-    """Fork; the child works and leaves without a word."""
+    """Run a function in a forked process, which ends without output."""
     child = os.fork()
     if child == 0:
         try:
@@ -68,7 +68,7 @@ def same_weights(first: Path, second: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments(tmp_path: Path) -> None:
+def test_resume_after_kills_at_random_moments(tmp_path: Path) -> None:
     experiment = small(**EXPERIMENT)
     run(experiment, tmp_path / "whole")
     moments, kills, runs = random.Random(1), 0, 0
@@ -95,9 +95,9 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_every_step_of_writing_a_checkpoint(tmp_path: Path) -> None:
-    """Dies at the n-th time that a file reaches the disk (before it is renamed, or just after), for every n of two
-    rounds: memories, tensors, facts."""
+def test_resume_after_a_kill_at_every_step_of_writing_a_checkpoint(tmp_path: Path) -> None:
+    """Kill the process at the n-th file that reaches the disk (before or just after it is renamed), for every n of
+    two rounds: client states, tensors, JSON."""
     experiment = small(**EXPERIMENT | {"training__rounds": 2, "engine__workers": 0})
     run(experiment, tmp_path / "whole")
     died = 0
@@ -129,7 +129,7 @@ def test_killed_at_every_step_of_writing_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path, how: signal.Signals) -> None:
+def test_ctrl_c_stops_cleanly_and_says_how_to_continue(tmp_path: Path, how: signal.Signals) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-m", "fedmll", "run", "--out", str(out), "--rounds", "400", "--workers", "2"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a person relies on: a run goes on from where it was, on the data it began with, as it was begun."""
+"""`resume` continues a run with the same data, settings and bits; what a run decides at its start is stored."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def same(first: Tensors, second: Tensors) -> bool:
 # Checkpoints and client states
 
 
-def test_twelve_clients_with_state_stop_and_continue_to_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_run_with_client_states_gives_the_same_bits(tmp_path: Path) -> None:
     expected = run(small(**TWELVE), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         run(small(**TWELVE), tmp_path / "run", callback=StopIn(3))
@@ -86,7 +86,7 @@ def small_fingerprint(out: Path) -> str:
     return Experiment.load(out / "experiment.toml").fingerprint()
 
 
-def test_what_cannot_be_read_is_never_deleted(tmp_path: Path) -> None:
+def test_nothing_unreadable_is_deleted(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         run(small(**TWELVE), out, callback=StopIn(3))
@@ -102,7 +102,7 @@ def test_what_cannot_be_read_is_never_deleted(tmp_path: Path) -> None:
     assert same(result.weights, run(small(**TWELVE)).weights)
 
 
-def test_a_hundred_rounds(tmp_path: Path) -> None:
+def test_hundred_rounds_without_divergence_are_accepted(tmp_path: Path) -> None:
     experiment = small(training__rounds=101, engine__evaluate_every=200, data__limit=60, partition__clients=2)
     with pytest.raises(KeyboardInterrupt):
         run(experiment, tmp_path / "run", callback=StopIn(101))
@@ -115,7 +115,7 @@ def test_a_hundred_rounds(tmp_path: Path) -> None:
 
 
 class Variate(Part):
-    """Sends a vector that starts at nothing and grows large, as control variates do, and says so."""
+    """Sends a vector that starts at zero and grows large, as control variates do, and declares it so."""
 
     name: ClassVar[str] = "test-variate"
 
@@ -153,13 +153,13 @@ class Variates(Method):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_limit_of_weights_is_not_that_of_other_tensors(workers: int) -> None:
+def test_limit_for_weights_does_not_apply_to_other_tensors(workers: int) -> None:
     result = run(small(method__name="test-variates", engine__workers=workers))
     assert result.rows[-1]["clients"] == 4
 
 
 @pytest.mark.parametrize("rubbish", [0.0, 1e30, float("nan")])
-def test_a_refusal_does_not_depend_on_uninitialised_memory(rubbish: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_does_not_depend_on_uninitialised_memory(rubbish: float, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(small(**TWELVE))
     empty = torch.empty
 
@@ -195,7 +195,7 @@ def own_images(folder: Path, **changes: Any) -> Experiment:
     )  # fmt: skip
 
 
-def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     csv = folder_of_images(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run(own_images(tmp_path), tmp_path / "run", callback=StopIn(2))
@@ -227,9 +227,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     assert len(resume(tmp_path / "run").rows) == 2
 
 
-def test_a_run_goes_on_from_another_folder_and_with_data_that_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_from_another_folder_and_with_moved_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder_of_images(tmp_path / "here")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -251,7 +249,7 @@ def test_a_run_goes_on_from_another_folder_and_with_data_that_moved(
 
 
 @pytest.mark.parametrize("holdout", ["auto", 0.25])
-def test_with_validation_data_of_its_own_nothing_is_thrown_away(tmp_path: Path, holdout: Any) -> None:
+def test_source_with_validation_data_has_no_held_out_samples(tmp_path: Path, holdout: Any) -> None:
     csv = folder_of_images(tmp_path)
     text = csv.read_text()
     for place in range(1, 60, 10):
@@ -274,7 +272,7 @@ def test_with_validation_data_of_its_own_nothing_is_thrown_away(tmp_path: Path, 
 # What was left open
 
 
-def test_every_rule_is_decided_once_and_written_down(tmp_path: Path) -> None:
+def test_every_auto_setting_is_resolved_once_and_stored(tmp_path: Path) -> None:
     hear = Hear()
     run(small(method__name="fedmlp", training__rounds=20, engine__evaluate_every=20), tmp_path / "run", callback=hear)
     text = (tmp_path / "run" / "experiment.toml").read_text()
@@ -285,7 +283,7 @@ def test_every_rule_is_decided_once_and_written_down(tmp_path: Path) -> None:
     assert small(method__name="fedharmony", training__rounds=30).method.options["horizon"] == 15
 
 
-def test_what_is_open_is_decided_anew_when_something_else_changes() -> None:
+def test_open_settings_are_resolved_again_after_a_change() -> None:
     base = small(method__name="fedmlp", training__rounds=20)
     assert base.changed({"training.rounds": 200}).method.options["first_stage"] == 20
     given = small(method__name="fedmlp", training__rounds=20, method__t1=7)
@@ -309,7 +307,7 @@ def skewed(**changes: Any) -> Experiment:
     )  # fmt: skip
 
 
-def test_the_upper_bound_has_all_data_and_all_labels(tmp_path: Path) -> None:
+def test_upper_bound_has_all_data_and_all_labels(tmp_path: Path) -> None:
     data = federation.build(skewed())
     assert data.report["dropped"] > 0
     engine = LocalEngine(data, tmp_path)
@@ -325,7 +323,7 @@ def test_the_upper_bound_has_all_data_and_all_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", ["fednca-ml", "fedctran", "fedmlp", "fedharmony", "private-fedavg"])
-def test_the_upper_bound_has_the_head_of_the_method_it_bounds(of: str) -> None:
+def test_upper_bound_has_the_head_of_its_method(of: str) -> None:
     extra = {"method__loss": "sigmoid"} if of == "private-fedavg" else {}
     bound = run(skewed(method__of=of, training__rounds=3, **extra))
     bounded = run(skewed(method__name=of, training__rounds=3, partition__presence=1.0, **extra))
@@ -334,7 +332,7 @@ def test_the_upper_bound_has_the_head_of_the_method_it_bounds(of: str) -> None:
     assert bound.experiment.training.keep == "best"
 
 
-def test_the_bounded_methods_options_are_its_options() -> None:
+def test_upper_bound_takes_the_options_of_its_method() -> None:
     experiment = skewed(method__of="fednca-ml", method__tau=0.4)
     assert experiment.method.options["tau"] == 0.4
     assert experiment.method.options["lambda_neg"] == 0.01
@@ -346,7 +344,7 @@ def test_the_bounded_methods_options_are_its_options() -> None:
         skewed(method__of="centralized")
 
 
-def test_a_target_that_the_source_does_not_know_is_in_no_loss(tmp_path: Path) -> None:
+def test_unknown_target_of_the_source_is_in_no_loss(tmp_path: Path) -> None:
     csv = folder_of_images(tmp_path)
     known = csv.read_text()
     experiment = own_images(tmp_path, method__name="centralized", training__rounds=1)
@@ -360,7 +358,7 @@ def test_a_target_that_the_source_does_not_know_is_in_no_loss(tmp_path: Path) ->
 # Methods by name
 
 
-def test_the_newest_definition_of_a_method_wins() -> None:
+def test_newest_definition_of_a_method_is_used() -> None:
     def define(text: str) -> type[Method]:
         return type("Mine", (Method,), {"name": "test-notebook", "summary": text, "__module__": "__main__"})
 
@@ -370,7 +368,7 @@ def test_the_newest_definition_of_a_method_wins() -> None:
     assert registry.all_of("method")["test-notebook"].summary == "second"
 
 
-def test_a_built_in_name_is_taken() -> None:
+def test_built_in_name_is_refused_for_an_own_method() -> None:
     registry.all_of("method")
     with pytest.raises(ConfigError, match="'fedavg' in __main__ has the name of a built-in method"):
         type("Mine", (Method,), {"name": "fedavg", "__module__": "__main__"})
@@ -380,7 +378,7 @@ def test_a_built_in_name_is_taken() -> None:
 # Starting, extending, measuring
 
 
-def test_a_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+def test_failed_start_leaves_no_folder(tmp_path: Path) -> None:
     for changes in (
         {"data__name": "folder:nowhere.csv"},
         {"method__name": "fednca-ml", "model__channels": (4, 6)},  # fewer features than classes
@@ -395,7 +393,7 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmlp"])
-def test_a_finished_run_can_be_extended_to_the_same_bits(tmp_path: Path, method: str) -> None:
+def test_extended_run_gives_the_same_bits(tmp_path: Path, method: str) -> None:
     changes = {"method__name": method} | ({"method__t1": 1} if method == "fedmlp" else {})
     run(small(training__rounds=2, **changes), tmp_path / "run")
     hear = Hear()
@@ -409,7 +407,7 @@ def test_a_finished_run_can_be_extended_to_the_same_bits(tmp_path: Path, method:
         resume(tmp_path / "run", rounds=3)
 
 
-def test_extending_a_schedule_that_depends_on_the_total_says_so(tmp_path: Path) -> None:
+def test_extending_a_run_warns_about_options_that_depend_on_the_rounds(tmp_path: Path) -> None:
     run(small(method__name="fedmlp", training__rounds=20, engine__evaluate_every=20), tmp_path / "run")
     hear = Hear()
     resume(tmp_path / "run", rounds=30, callback=hear)
@@ -417,7 +415,7 @@ def test_extending_a_schedule_that_depends_on_the_total_says_so(tmp_path: Path) 
     assert "a run of 30 rounds from the start would have 3" in hear.warnings[0]
 
 
-def test_killed_while_it_is_extended_it_goes_on(tmp_path: Path) -> None:
+def test_run_killed_while_it_is_extended_can_be_resumed(tmp_path: Path) -> None:
     run(small(), tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         resume(tmp_path / "run", rounds=4, callback=StopIn(4))
@@ -426,7 +424,7 @@ def test_killed_while_it_is_extended_it_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "centralized"])
-def test_the_final_model_is_measured_once(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_model_is_evaluated_once(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
     evaluate = LocalEngine.evaluate
     monkeypatch.setattr(LocalEngine, "evaluate", lambda self, m: counted.append(1) or evaluate(self, m))
@@ -435,8 +433,8 @@ def test_the_final_model_is_measured_once(tmp_path: Path, method: str, monkeypat
     assert result.metrics["macro_auc"] == result.rows[result.summary["round"] - 1]["macro_auc"]
 
 
-def test_two_processes_do_not_start_in_one_folder(tmp_path: Path) -> None:
-    """The second finds the first one's experiment, whoever was faster in preparing the data."""
+def test_two_processes_cannot_start_in_one_folder(tmp_path: Path) -> None:
+    """The second process finds the experiment of the first one, whichever prepared its data faster."""
     out = tmp_path / "run"
 
     class Meanwhile(Callback):
@@ -456,7 +454,7 @@ def test_two_processes_do_not_start_in_one_folder(tmp_path: Path) -> None:
 # One table, one dataset
 
 
-def test_a_comparison_does_not_mix_two_datasets(tmp_path: Path) -> None:
+def test_comparison_does_not_mix_two_datasets(tmp_path: Path) -> None:
     csv = folder_of_images(tmp_path)
 
     def compare(*seeds: int) -> ComparisonRunner:

@@ -1,4 +1,4 @@
-"""A run's folder, and going on with it."""
+"""The folder of a run, and resuming it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StopIn(Callback):
             raise KeyboardInterrupt
 
 
-def test_the_folder_says_everything(tmp_path: Path) -> None:
+def test_run_folder_has_every_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
     result = run(small(annotation__kind="missing", annotation__missing=2), out)
     assert Experiment.load(out / "experiment.toml") == result.experiment
@@ -56,7 +56,7 @@ def test_the_folder_says_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", [(1, 0), (2, 2), (3, 4)])
 @pytest.mark.parametrize("method", ["fedavg", "centralized"])
-def test_stopped_and_resumed_gives_the_same_bits(tmp_path: Path, where: tuple[int, int], method: str) -> None:
+def test_stopped_and_resumed_run_gives_the_same_bits(tmp_path: Path, where: tuple[int, int], method: str) -> None:
     experiment = small(training__rounds=3, method__name=method)
     if method == "centralized":
         where = (where[0], min(where[1], 1))
@@ -88,7 +88,7 @@ def test_checkpoints_every_few_rounds(tmp_path: Path) -> None:
     assert all(torch.equal(result.weights[name], value) for name, value in expected.weights.items())
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_resume_skips_a_damaged_checkpoint(tmp_path: Path) -> None:
     experiment = small(training__rounds=3)
     expected = run(experiment)
     with pytest.raises(KeyboardInterrupt):
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert all(torch.equal(result.weights[name], value) for name, value in expected.weights.items())
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     run(small(), tmp_path / "run")
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     with pytest.raises(ConfigError, match="not empty; nothing was changed"):
@@ -121,7 +121,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         resume(tmp_path / "nothing")
 
 
-def test_one_process_a_folder(tmp_path: Path) -> None:
+def test_one_process_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     codes = []
 
     class Intrude(Callback):

@@ -1,4 +1,4 @@
-"""Trackers: what TensorBoard's own reader and a real MLflow server have of a run; and that neither can do harm."""
+"""Trackers: what TensorBoard's own reader and a real MLflow server receive; their errors never stop a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,16 @@ from fedmll.core.errors import ClientError, ConfigError
 from fedmll.runs.run_folder import RunFolder
 from fedmll.training import trackers
 from fedmll.training.callbacks import Callback, CallbackList
-from fedmll.training.mlflow_tracker import CLIENT_SETTINGS, MAX_CHARACTERS, experiment_parameters
-from fedmll.training.trackers import FailSafeTracker, add_trackers, check_trackers, metric_tag, tagged_numbers
+from fedmll.training.trackers import (
+    CLIENT_SETTINGS,
+    MAX_PARAMETER_CHARACTERS,
+    FailSafeTracker,
+    add_trackers,
+    check_trackers,
+    experiment_parameters,
+    metric_tag,
+    tagged_numbers,
+)
 
 HAS_MLFLOW = trackers.find_spec("mlflow") is not None
 
@@ -69,16 +77,16 @@ class Stop(Callback):
         ("tags_precision", "method/tags_precision"),
     ],
 )
-def test_a_number_has_a_group(name: str, expected: str) -> None:
+def test_metric_tag_names_the_group(name: str, expected: str) -> None:
     assert metric_tag(name) == expected
 
 
-def test_what_is_undefined_is_not_sent() -> None:
+def test_undefined_numbers_are_not_sent() -> None:
     assert tagged_numbers({"round": 3, "loss": 0.5, "map": None, "bacc": float("nan")}) == {"training/loss": 0.5}
 
 
-def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
-    """It is stopped after round 3; the last checkpoint is of round 2, so that round 3 is made twice."""
+def test_resumed_run_continues_the_same_curves(tmp_path: Path) -> None:
+    """It is stopped after round 3; the last checkpoint is of round 2, so round 3 is repeated."""
     wanted = small(training__rounds=4, engine__checkpoint_every=2)
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
@@ -93,7 +101,7 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
     assert header.split(",")[:2] == ["round", "seconds"] and len(lines) == 4
 
 
-def test_a_tracker_that_fails_is_named_once_and_changes_nothing(tmp_path: Path) -> None:
+def test_failed_tracker_gives_one_warning_and_changes_nothing(tmp_path: Path) -> None:
     class Broken(Callback):
         def on_round_end(self, row: dict[str, Any]) -> None:
             raise OSError("No space\nleft")
@@ -108,7 +116,7 @@ def test_a_tracker_that_fails_is_named_once_and_changes_nothing(tmp_path: Path) 
     }
 
 
-def test_a_run_that_stops_says_why(tmp_path: Path) -> None:
+def test_stopped_run_logs_the_reason(tmp_path: Path) -> None:
     reasons: list[str] = []
 
     class Last(Callback):
@@ -125,7 +133,7 @@ def test_a_run_that_stops_says_why(tmp_path: Path) -> None:
     assert reasons == ["the loss became nan", ""]
 
 
-def test_unknown_and_missing_trackers_are_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no tracker 'tensorbord'.*did you mean 'tensorboard'"):
         check_trackers(["tensorbord"])
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
@@ -137,7 +145,7 @@ def test_unknown_and_missing_trackers_are_refused_beforehand(monkeypatch: pytest
         check_trackers(["mlflow"])
 
 
-def test_the_option_may_have_a_value(tmp_path: Path) -> None:
+def test_track_option_takes_an_optional_value(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert fill_optional_values(["run", "--track"]) == ["run", "--track", "tensorboard"]
     assert fill_optional_values(["run", "--track", "mlflow"]) == ["run", "--track", "mlflow"]
@@ -152,13 +160,13 @@ def test_settings_are_sent_without_paths() -> None:
     )
     assert found["training.lr"] == "0.25" and found["method.name"] == "fedavg" and found["seed"] == "0"
     assert found["model.weights"] == "w.safetensors"
-    assert not any("someone" in value or len(value) > MAX_CHARACTERS for value in found.values())
+    assert not any("someone" in value or len(value) > MAX_PARAMETER_CHARACTERS for value in found.values())
     assert not any(key.startswith(("engine.", "data.root", "plugins")) for key in found)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_MLFLOW, reason="mlflow is not installed")
-def test_a_server_that_is_away_does_not_hold_a_run_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_does_not_delay_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{find_free_port()}")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     ears = Ears()
@@ -209,7 +217,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_real_mlflow_server_has_the_runs(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_mlflow_server_receives_the_runs(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)

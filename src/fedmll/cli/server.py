@@ -115,7 +115,7 @@ def server(
     Examples:  [bold]fedmll server study.toml --clients hospital-a,hospital-b[/]  ·  [bold]fedmll server --simulate 3[/]
     """
     from fedmll.cli import display
-    from fedmll.core.confirmation import confirm_always, confirm_at_terminal
+    from fedmll.core.text import confirm_always, confirm_at_terminal
     from fedmll.deploy.server import rehearsal
     from fedmll.deploy.server.serve import serve
     from fedmll.deploy.server.server_settings import ServerSettings
@@ -204,7 +204,7 @@ def resume_server(
         yes: whether to start in spite of doubtful label counts, without asking.
     """
     from fedmll.cli import display
-    from fedmll.core.confirmation import confirm_always, confirm_at_terminal
+    from fedmll.core.text import confirm_always, confirm_at_terminal
     from fedmll.deploy.server import serve
     from fedmll.deploy.server.server_settings import change_server_settings
     from fedmll.training.trackers import add_trackers, check_trackers

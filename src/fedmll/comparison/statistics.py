@@ -20,8 +20,8 @@ from fedmll.evaluation.bootstrap import CONFIDENCE, DRAWS, VECTORISED, bootstrap
 from fedmll.evaluation.ranking import Floats
 from fedmll.evaluation.significance import LEVEL, holm, lowest_p, seeds_needed, wilcoxon
 from fedmll.evaluation.thresholds import best_thresholds
+from fedmll.runs.array_files import Predictions
 from fedmll.runs.formatting import TextTable, format_number
-from fedmll.runs.predictions import Predictions
 
 if TYPE_CHECKING:
     from fedmll.comparison.results import Comparison, ComparisonRow

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from fedmll.config.resolve import load_plugins, resolve
+from fedmll.config.resolve import resolve
 from fedmll.config.settings import (
     AUTO,
     AnnotationSettings,
@@ -91,14 +91,11 @@ class Experiment(SettingsSection):
         """Import the plug-in files and resolve the experiment; the experiment itself if it is resolved already."""
         if self.is_resolved:
             return self
-        load_plugins(self)
-        resolved = resolve(self)
-        resolved._requested = _requested_values(self)
+        for file in self.plugins:
+            registry.load_plugin_file(Path(file))
+        resolved, notes = resolve(self)
+        resolved._requested, resolved._notes = _requested_values(self), notes
         return resolved
-
-    def remember(self, *, notes: Iterable[str]) -> None:
-        """Store the messages of `resolve`."""
-        self._notes = tuple(notes)
 
     def changed(self, overrides: Mapping[str, Any]) -> Experiment:
         """A copy with other `section.key` values.

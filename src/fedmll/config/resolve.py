@@ -1,16 +1,15 @@
-"""Resolve an experiment: import its plug-in files, decide "auto", fill in the method's options, check combinations.
+"""Resolve an experiment: decide "auto", fill in the method's options, look up names, check combinations.
 
-These steps are separate from validation because they import code. `Experiment.make`, `Experiment.load` and every entry
-point (`run`, `compare`, the command line) call them.
+This is separate from validation because it imports code. `Experiment.make`, `Experiment.load` and every entry point
+(`run`, `compare`, the command line) call it.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedmll.config.settings import AUTO, RUN, MethodSettings, ModelSettings
-from fedmll.config.toml_values import merge_overrides, validate, without_none
+from fedmll.config.toml_values import flatten, merge_overrides, validate, without_none
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 
@@ -20,14 +19,8 @@ if TYPE_CHECKING:
 DEFAULT_CLIENTS = 10
 
 
-def load_plugins(experiment: Experiment) -> None:
-    """Import the experiment's plug-in files, so that their methods, losses, sources, … can be found by name."""
-    for file in experiment.plugins:
-        registry.load_plugin_file(Path(file))
-
-
-def resolve(experiment: Experiment) -> Experiment:
-    """A complete copy of an experiment.
+def resolve(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
+    """A complete copy of an experiment, and messages about settings that were decided by a rule.
 
     Every default is written out and every "auto" that needs no data is decided, so that the saved file is complete.
     Settings that the data determines are decided by `Experiment.settled`. Resolving twice changes nothing.
@@ -53,13 +46,14 @@ def resolve(experiment: Experiment) -> Experiment:
     if experiment.partition.clients is None and experiment.partition.kind not in ("natural", "file", AUTO):
         updates["partition"] = experiment.partition.model_copy(update={"clients": DEFAULT_CLIENTS})
     resolved = experiment.model_copy(update=updates)
-    resolved.remember(notes=notes)
     _check_names(resolved, has_features)
     _check_participation(resolved, may_be_natural)
     _check_views(resolved, has_images=not has_features)
     _ = resolved.data.reading  # raises if the window is empty or a column is named twice
-    method.configure(resolved.method.options).check(resolved)
-    return resolved
+    config = method.configure(resolved.method.options)
+    _check_none(options, config.options.model_dump())
+    config.check(resolved)
+    return resolved, notes
 
 
 def _training_updates(experiment: Experiment, method: Any, config: Any) -> dict[str, Any]:
@@ -109,6 +103,17 @@ def _check_names(experiment: Experiment, has_features: bool) -> None:
             f"model.backbone = '{backbone}' does not fit data.name = '{experiment.data.label}': mlp is for feature "
             "vectors (features:FILE.npz), the other backbones are for images."
         )
+
+
+def _check_none(options: dict[str, Any], stored: dict[str, Any]) -> None:
+    """TOML has no None: an option that is None must be None by default too, or a stored experiment differs."""
+    defaults = flatten(stored)
+    for name, value in flatten(options).items():
+        if value is None and defaults.get(name) is not None:
+            raise ConfigError(
+                f"method.{name} = None cannot be stored in an experiment file, which would mean its default "
+                f"{defaults[name]!r}. Set another value."
+            )
 
 
 def _check_participation(experiment: Experiment, may_be_natural: bool) -> None:

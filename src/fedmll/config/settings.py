@@ -1,6 +1,6 @@
 """The sections of an experiment: each setting with its type, range and description.
 
-Names of methods, losses, partitions, … are looked up later, in `resolution`.
+Names of methods, losses, partitions, … are looked up later, in `resolve`.
 """
 
 from __future__ import annotations

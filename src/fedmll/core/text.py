@@ -1,12 +1,14 @@
-"""Text for people: text from other machines made safe to print, and suggestions for misspelt names."""
+"""Text for people: safe printing of text from other machines, suggestions for misspelt names, yes/no questions."""
 
 from __future__ import annotations
 
 import difflib
 import re
+import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+Confirm = Callable[[str], bool]  # a question → whether the answer is yes
 MAX_CHARACTERS = 400
 TERMINAL_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\|$)|[ -/]*[0-~])?", re.DOTALL)
 LINE_BREAKS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
@@ -30,3 +32,13 @@ def suggest(name: str, known: Iterable[str]) -> str:
     choices = sorted(known)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(choices)}."
+
+
+def confirm_at_terminal(question: str) -> bool:
+    """Ask a yes/no question. Without a terminal nobody can answer, so the result is False."""
+    return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def confirm_always(question: str) -> bool:
+    """The answer is known beforehand: the user gave it as an option, or the sites belong to the user (a simulation)."""
+    return True

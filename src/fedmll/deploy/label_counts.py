@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.core.confirmation import Confirm
 from fedmll.core.errors import FederationError
+from fedmll.core.text import Confirm
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
 from fedmll.runs.formatting import write_csv
 

@@ -8,8 +8,11 @@ replaced and its job is tried once more. If that fails too, the error has the la
 from __future__ import annotations
 
 import gc
+import mmap
 import multiprocessing
+import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -17,17 +20,74 @@ from ctypes import c_int64
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedmll.core.errors import ClientError, FedmllError
-from fedmll.core.message import Message
+from fedmll.core.message import Message, Tensors
 from fedmll.core.processes import fork_process
-from fedmll.engines.shared_memory import Arena, Entry, read_all, write_all
 
 HELD_RESULTS = 4  # bundles per worker that may wait for the slowest job; it bounds the memory that results take
 BUNDLE_SECONDS, LARGEST_BUNDLE = 0.02, 16  # a bundle takes about this long and has at most this many jobs
+ALIGNMENT = 64  # bytes, of a tensor in shared memory
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in an arena."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Arena:
+    """Shared memory that grows: the parent and its forked workers map the same unnamed file.
+
+    Nothing is left behind, however a process ends.
+    """
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("fedmll")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
+        self.memory: mmap.mmap | None = None
+        self.used = 0
+
+    def clear(self) -> None:
+        self.used = 0
+
+    def write(self, tensor: Tensor) -> Entry:
+        entry = Entry(tensor.dtype, tuple(tensor.shape), self.used)
+        self.used += -(-max(tensor.numel() * tensor.element_size(), 1) // ALIGNMENT) * ALIGNMENT
+        size = os.fstat(self.descriptor).st_size
+        if self.used > size:
+            os.ftruncate(self.descriptor, max(self.used, size + size // 2))
+        self.view(entry).copy_(tensor)
+        return entry
+
+    def write_all(self, tensors: Tensors) -> dict[str, Entry]:
+        return {name: self.write(tensor) for name, tensor in tensors.items()}
+
+    def read_all(self, entries: dict[str, Entry]) -> Tensors:
+        """Copies: the arena may be written again at once."""
+        return {name: self.view(entry).clone() for name, entry in entries.items()}
+
+    def view(self, entry: Entry) -> Tensor:
+        count = torch.Size(entry.shape).numel()
+        if count == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        end = entry.offset + count * entry.dtype.itemsize
+        if self.memory is None or len(self.memory) < end:
+            # an older map lives on while tensors still look at it
+            self.memory = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
+        return torch.frombuffer(self.memory, dtype=entry.dtype, count=count, offset=entry.offset).view(entry.shape)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
 
 @dataclass
@@ -149,7 +209,7 @@ class WorkerPool:
             seconds, done = answer
             self.bundle = max(1, min(LARGEST_BUNDLE, int(BUNDLE_SECONDS * len(bundle) / max(seconds, 1e-6))))
             for (place, job), replies in zip(bundle, done, strict=True):
-                results[place] = (job, [Message(read_all(worker.outbox, e), numbers) for e, numbers in replies])
+                results[place] = (job, [Message(worker.outbox.read_all(e), numbers) for e, numbers in replies])
 
     def _replace(self, dead: Worker) -> None:
         bundle = dead.busy
@@ -204,7 +264,7 @@ def _serve(
                     for header, numbers in headers
                 ]
                 replies = do_job(kind, arguments, messages)
-                done.append([(write_all(outbox, reply.tensors), reply.numbers) for reply in replies])
+                done.append([(outbox.write_all(reply.tensors), reply.numbers) for reply in replies])
             pipe.send(("done", time.process_time() - begin, done))
         except FedmllError as error:
             pipe.send(("error", type(error), str(error)))

@@ -20,7 +20,7 @@ from fedmll.data.images.cache import Progress, no_progress
 from fedmll.engines.trainer import Trainer
 from fedmll.evaluation.calibration import apply_calibration
 from fedmll.inference.model_file import KnownLabels, Samples, SavedModel, load_model
-from fedmll.runs.predictions import Predictions
+from fedmll.runs.array_files import Predictions
 from fedmll.runs.run_folder import EXPERIMENT_FILE, MODEL_FILE, PER_CLASS_FILE, PREDICTIONS_FILE, RunFolder, Table
 
 

@@ -23,14 +23,13 @@ from pydantic import Field
 from torch import Tensor
 
 from fedmll.core.errors import ConfigError
-from fedmll.core.message import Message, Tensors
+from fedmll.core.message import DiskBuffer, Message, Tensors
 from fedmll.core.seeding import numpy_generator
 from fedmll.methods.base import Aggregator, PartOptions, Records, option
 from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.losses import masked_mean
 from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
-from fedmll.methods.parts.disk_buffer import DiskBuffer
 from fedmll.methods.parts.semi_supervised import EmaTeacher, SecondView
 from fedmll.methods.parts.target_losses import MaskedLoss
 
@@ -90,7 +89,7 @@ class SubConsensusAggregator(Aggregator):
     """The replies are on disk: a group's models are read twice, and all of them once more."""
 
     def __init__(self, part: SubConsensus, round: int) -> None:
-        self.part, self.round, self.buffer = part, round, DiskBuffer()
+        self.part, self.round, self.buffer = part, round, DiskBuffer[ClientInfo]()
 
     def add(self, client: ClientInfo, reply: Message) -> None:
         self.buffer.add(client, reply)

@@ -21,8 +21,7 @@ from fedmll.evaluation.calibration import RANGES, reliability
 from fedmll.evaluation.metric_definitions import CLASS_METRICS, label_of
 from fedmll.evaluation.metrics import Confusion, mean_of_defined
 from fedmll.evaluation.ranking import Floats
-from fedmll.runs.client_labels import ClientLabels
-from fedmll.runs.predictions import Predictions
+from fedmll.runs.array_files import ClientLabels, Predictions
 from fedmll.runs.run_overview import RunRecord, float_or_nan
 
 LINES, POINTS, HEATMAP = "lines", "points", "heatmap"  # kinds of charts

@@ -27,7 +27,7 @@ from fedmll.evaluation.bootstrap import (
 from fedmll.evaluation.metric_definitions import CLASS_METRICS
 from fedmll.reports.charts import Chart, ChartSeries, reliability_chart, reliability_curve
 from fedmll.reports.html_report import chart_data, load_template, read_resource
-from fedmll.runs.predictions import Predictions
+from fedmll.runs.array_files import Predictions
 
 # The models that are compared
 LOCAL, LOCAL_TUNED, FEDERATED, FEDERATED_TUNED = "local", "local, tuned", "federated", "federated, tuned"

@@ -40,9 +40,15 @@ from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.message import Tensors
 from fedmll.data.federation import Federation
 from fedmll.data.fingerprint import Fingerprint, describe_changes
-from fedmll.runs.client_labels import ClientLabels, read_client_labels, write_client_labels
+from fedmll.runs.array_files import (
+    ClientLabels,
+    Predictions,
+    read_client_labels,
+    read_predictions,
+    write_client_labels,
+    write_predictions,
+)
 from fedmll.runs.formatting import to_json, write_csv
-from fedmll.runs.predictions import Predictions, read_predictions, write_predictions
 
 EXPERIMENT_FILE, DATA_FINGERPRINT_FILE, PLUGINS_FILE = "experiment.toml", "data_fingerprint.json", "plugins.json"
 METRICS_FILE, METRICS_CSV_FILE, LOG_FILE, LOCK_FILE = "metrics.jsonl", "metrics.csv", "log.txt", ".lock"

@@ -22,9 +22,8 @@ from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.text import printable
 from fedmll.evaluation.metric_definitions import HEADLINE, RUN_LIST, metrics_in
 from fedmll.evaluation.thresholds import best_thresholds
-from fedmll.runs.client_labels import ClientLabels
+from fedmll.runs.array_files import ClientLabels, Predictions
 from fedmll.runs.formatting import TextTable, format_number
-from fedmll.runs.predictions import Predictions
 from fedmll.runs.run_folder import (
     CLIENT_LABELS_FILE,
     DATA_FINGERPRINT_FILE,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedmll.config.experiment import Experiment
@@ -24,8 +25,10 @@ from fedmll.engines.base import Engine, RoundResult
 from fedmll.engines.local import LocalEngine
 from fedmll.evaluation.evaluate import Evaluation
 from fedmll.evaluation.metric_definitions import LOG, SELECTION, metrics_in
-from fedmll.runs.run_folder import SUMMARY_FILE, MetricsRow, RunFolder
-from fedmll.training.artifacts import write_artifacts
+from fedmll.evaluation.thresholds import best_thresholds
+from fedmll.inference.model_file import describe_model, write_model
+from fedmll.runs.run_folder import PER_CLASS_FILE, PER_CLIENT_FILE, SUMMARY_FILE, MetricsRow, RunFolder
+from fedmll.training import federated_evaluation
 from fedmll.training.callbacks import INTERRUPTED, Callback, Result, default_callback
 from fedmll.training.checkpoint import (
     Checkpoint,
@@ -276,15 +279,71 @@ class _TrainingLoop:
             message, self.evaluations = method.final_model(state), {}
         # a round's evaluation is used again: between machines an evaluation costs an exchange
         evaluation = self.evaluations.get(model_round) or engine.evaluate(message)
-        result = write_artifacts(
-            self.folder,
-            data=data,
-            trainer=engine.trainer,
-            message=message,
-            evaluation=evaluation,
-            model_round=model_round,
-            rows=self.rows,
-            notes=self.notes,
-        )
+        result = self._write_result(data, message, evaluation, model_round)
         self.log.info("finished: %s", self.folder.path / SUMMARY_FILE)
         return result
+
+    def _write_result(self, data: Federation, message: Message, evaluation: Evaluation, model_round: int) -> Result:
+        """Write the model, its predictions, the summary and tables. A run with a summary is finished."""
+        folder, trainer, experiment = self.folder, self.engine.trainer, data.experiment
+        weights = trainer.named(message)
+        if not trainer.method.has("local-models"):
+            scores = evaluation.scores.get("validation")
+            thresholds = None
+            if scores is not None and len(scores):
+                thresholds = best_thresholds(scores, data.validation.labels)
+            description = describe_model(experiment, trainer, thresholds, model_round)
+            choice = federated_evaluation.choose_common_thresholds(evaluation.histograms)
+            description |= {} if choice is None else choice.description
+            write_model(folder.model_file, weights | trainer.frozen(), description)
+        if evaluation.scores:
+            folder.write_predictions(data, evaluation.scores)
+        if evaluation.histograms is not None:
+            federated_evaluation.write_site_metrics(folder.path, evaluation.histograms, experiment.seed)
+        folder.write_metrics_csv(self.rows)
+        folder.write_client_labels(data)
+        summary = self._build_summary(data, evaluation, model_round)
+        folder.write_summary(summary)
+        per_class = {"class": np.array(data.test.classes), **evaluation.report.per_class}
+        folder.write_table(PER_CLASS_FILE, per_class)
+        per_client: dict[str, NDArray[Any]] = {}
+        if evaluation.clients is not None:
+            table = evaluation.clients.table
+            per_client = table | {"client": np.array(data.names)[table["client"]]}
+            folder.write_table(PER_CLIENT_FILE, per_client)
+        return Result(
+            experiment=experiment,
+            folder=folder.path,
+            rows=self.rows,
+            summary=summary,
+            weights=weights,
+            per_class=per_class,
+            per_client=per_client,
+        )
+
+    def _build_summary(self, data: Federation, evaluation: Evaluation, model_round: int) -> dict[str, Any]:
+        experiment, trainer, rows = data.experiment, self.engine.trainer, self.rows
+        annotating_clients = data.annotated.sum(0).tolist()
+        return {
+            "method": experiment.method.name,
+            "data": experiment.data.label,
+            "seed": experiment.seed,
+            "round": model_round,
+            "rounds": experiment.training.rounds,
+            "clients": len(data.names),
+            "classes": list(data.train.classes),
+            "sample_shape": list(data.train.sample_shape),
+            "samples": {
+                "train": len(data.pooled_rows) if trainer.method.pooled else int(data.sizes.sum()),
+                "validation": len(data.validation),
+                "test": len(data.test),
+            },
+            "annotating_clients": dict(zip(data.train.classes, annotating_clients, strict=True)),
+            "notes": list(self.notes),
+            "partition": data.report,
+            "parameters": trainer.weights.parameter_end,
+            "seconds": round(sum(row["seconds"] for row in rows), 3),
+            **{name: sum(row[name] for row in rows) for name in ("bytes_up", "bytes_down")},
+            "metrics": evaluation.values,
+            "left_out": evaluation.report.left_out,
+        }

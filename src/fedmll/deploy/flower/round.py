@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from flwr.app import Message as FlowerMessage
 
 from fedmll.core.errors import ReplyRejected, TooFewReplies, UpdateDiverged
-from fedmll.core.message import Message, Tensors
+from fedmll.core.message import DiskBuffer, Message, Tensors
 from fedmll.core.text import printable
 from fedmll.deploy.flower.client_app import TRAIN
 from fedmll.deploy.flower.flower_internals import ErrorCode
@@ -34,7 +34,6 @@ from fedmll.engines.client_state import StateVersions
 from fedmll.engines.trainer import Trainer
 from fedmll.methods.base import TensorSpec
 from fedmll.methods.client_round import ClientInfo, Reply
-from fedmll.methods.parts.disk_buffer import DiskBuffer
 
 POLL_SECONDS = 0.2
 MEMBERSHIP_SECONDS = 2.0  # how often the membership is updated during an exchange
@@ -272,7 +271,7 @@ class FlowerRound:
         self.plan, self.method, self.transport, self.site_states = plan, trainer.method, transport, site_states
         self.states_before = dict(site_states.latest)
         self.messages: dict[int, Message] = {}
-        self.replies = DiskBuffer(folder)
+        self.replies = DiskBuffer[ClientInfo](folder)
         self.updates = UpdateComparison(trainer.weights.buffer_count)
         self.rejected: set[str] = set()  # clients whose replies are not aggregated
         self.unusable: set[str] = set()  # of those: the aggregation of the reply failed
@@ -377,7 +376,7 @@ class FlowerRound:
         )
 
     def _accepted(self) -> Iterator[Reply]:
-        names = self.replies.senders
+        names = [client.name for client in self.replies.senders]
         return (self.replies[place] for place, name in enumerate(names) if name not in self.rejected)
 
 

@@ -18,8 +18,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedmll.config.experiment import Experiment
-from fedmll.core.confirmation import confirm_always
 from fedmll.core.errors import ConfigError
+from fedmll.core.text import confirm_always
 from fedmll.deploy.experiment_for_sites import resolve_for_sites
 from fedmll.deploy.flower.child_processes import flower_environment
 from fedmll.deploy.flower.client_app import SITES

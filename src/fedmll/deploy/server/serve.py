@@ -22,8 +22,8 @@ import torch
 
 from fedmll.config.experiment import Experiment
 from fedmll.core import files
-from fedmll.core.confirmation import Confirm, confirm_at_terminal
 from fedmll.core.errors import ConfigError, FederationError
+from fedmll.core.text import Confirm, confirm_at_terminal
 from fedmll.deploy import label_counts
 from fedmll.deploy.experiment_for_sites import build_setup, resolve_for_sites
 from fedmll.deploy.security import certificates, client_keys

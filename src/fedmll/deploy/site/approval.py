@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmll.core import files
-from fedmll.core.confirmation import Confirm, confirm_at_terminal
-from fedmll.core.text import printable
+from fedmll.core.text import Confirm, confirm_at_terminal, printable
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.deploy.security.audit_log import AuditLog
 from fedmll.deploy.site.memory_estimate import GIGABYTE

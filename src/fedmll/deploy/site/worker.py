@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fedmll.config.experiment import Experiment
 from fedmll.core import small_groups
-from fedmll.core.confirmation import confirm_always, confirm_at_terminal
 from fedmll.core.message import Message, Tensors
 from fedmll.core.small_groups import MIN_GROUP_SIZE
+from fedmll.core.text import confirm_always, confirm_at_terminal
 from fedmll.data.dataset import UNKNOWN, Dataset
 from fedmll.data.fingerprint import compute_digest
 from fedmll.data.images.cache import image_cache_in, no_progress

@@ -8,7 +8,7 @@
                  With three or more replies, at least one is left out at each end.
 
 Parameters and running statistics have different norms: each has its own median and clipping. Both averages read the
-replies twice, from the disk (parts/disk_buffer.py): one model in memory for any number of clients.
+replies twice, from the disk (`core.message.DiskBuffer`): one model in memory for any number of clients.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedmll.core.message import Message, Tensors
+from fedmll.core.message import DiskBuffer, Message, Tensors
 from fedmll.methods.base import Aggregator, PartOptions, Records, option
 from fedmll.methods.client_round import ClientInfo
 from fedmll.methods.parts.averaging import WeightedAverage
-from fedmll.methods.parts.disk_buffer import DiskBuffer
 from fedmll.methods.recipe import PartChoice
 
 BLOCK = 1 << 22  # numbers that are sorted at once
@@ -54,7 +53,7 @@ class ClippedMeanAggregator(Aggregator):
     """Keeps the replies on disk until the median norm is known."""
 
     def __init__(self, part: ClippedMean, start: Tensor) -> None:
-        self.part, self.start, self.buffer = part, start, DiskBuffer()
+        self.part, self.start, self.buffer = part, start, DiskBuffer[ClientInfo]()
         self.parts = (slice(0, part.weights.parameter_end), slice(part.weights.parameter_end, len(start)))
         self.norms: list[list[float]] = []  # of each update: parameters, statistics
 
@@ -81,7 +80,7 @@ class TrimmedMeanAggregator(Aggregator):
     """Keeps the replies on disk and sorts them coordinate by coordinate."""
 
     def __init__(self, part: TrimmedMean) -> None:
-        self.part, self.buffer = part, DiskBuffer()
+        self.part, self.buffer = part, DiskBuffer[ClientInfo]()
 
     def add(self, client: ClientInfo, reply: Message) -> None:
         self.buffer.add(client, reply)

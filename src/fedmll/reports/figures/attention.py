@@ -16,7 +16,7 @@ from fedmll.data.dataset import PRESENT, Dataset
 from fedmll.inference.load import SavedRun
 from fedmll.reports.figure import ReportFigure, add_colour_bar, apply_style, hide_axes, new_figure, show_image
 from fedmll.reports.figures.class_features import choose_images
-from fedmll.runs.predictions import sample_name
+from fedmll.runs.array_files import sample_name
 
 MAX_IMAGES = 4
 MAX_CLASSES = 3  # maps per image

@@ -19,7 +19,7 @@ from fedmll.data.images.cache import Progress, no_progress
 from fedmll.inference.load import SavedRun
 from fedmll.reports.figure import COLOURS, ReportFigure, apply_style, hide_axes, new_figure, show_image, write_image
 from fedmll.reports.figures.class_features import choose_images
-from fedmll.runs.predictions import Predictions, sample_name
+from fedmll.runs.array_files import Predictions, sample_name
 
 TILE = 1.9  # inches per image
 COLUMNS, LINE_LENGTH, MAX_LINES = 6, 30, 4  # of a contact sheet, and of the labels below an image
