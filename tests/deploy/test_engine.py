@@ -194,7 +194,7 @@ def test_too_few_replies_stop_a_run_that_can_be_resumed(consortium: Consortium, 
     assert [row["round"] for row in result.rows] == [1, 2, 3]
 
 
-def test_bad_replies_are_rejected_by_name_and_the_others_go_on(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_a_round_continues_without_invalid_replies(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     hear = RecordingCallback()
     grid = make_grid(consortium, tmp_path)
     drive(consortium, grid, tmp_path / "out", hear, method__name="test-evil", training__rounds=5, min_clients=2)

@@ -62,7 +62,7 @@ EACH = [(module, name) for table in (NAMES, MODULES) for module, names in table.
 
 
 @pytest.mark.parametrize(("module", "name"), EACH)
-def test_flower_has_it(module: str, name: str) -> None:
+def test_flower_has_every_name_that_is_used(module: str, name: str) -> None:
     assert hasattr(import_module(module), name)
 
 
@@ -93,7 +93,7 @@ def test_every_name_is_listed_here() -> None:
     assert imported(Path(flower_internals.__file__)) == expected
 
 
-def test_what_is_used_of_its_objects() -> None:
+def test_flowers_objects_have_the_attributes_that_are_used() -> None:
     grid = inspect.getsource(flower_internals.HttpGrid)
     for inside in ("self._runtime_client", "self._retry_invoker", "def set_run", "def get_nodes", "def push_messages"):
         assert inside in grid, inside
@@ -135,7 +135,7 @@ def test_a_superlink_is_started_and_prepared(tmp_path: Path, monkeypatch: pytest
     assert flower_internals.stored_children("nothing", state.object_store) is None
 
 
-def test_a_message_is_made_as_it_was_read() -> None:
+def test_make_message_keeps_the_metadata() -> None:
     (
         flower_internals.TaskIdentity.run_id,
         flower_internals.TaskIdentity.node_id,

@@ -95,7 +95,7 @@ def test_a_client_that_joins_in_a_round_takes_part_from_the_next_on(
     assert result.summary["annotating_clients"]["digit-0"] == 3
 
 
-def test_a_restarted_server_knows_who_came_late_and_since_when(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_a_restarted_server_knows_the_first_round_of_late_clients(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     """Killed in the round in which site-c came: that round is done again without it, as it was."""
     grid, hear, out = make_grid(consortium, tmp_path), RecordingCallback(), tmp_path / "out"
     without(grid)
@@ -162,7 +162,7 @@ def test_a_late_client_that_the_method_cannot_work_with_is_rejected_and_the_run_
     assert "site-c" not in json.loads((tmp_path / "out" / "sites.json").read_text())
 
 
-def test_fewer_than_start_with_is_not_a_start(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_does_not_start_with_fewer_clients_than_start_with(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     grid, hear = make_grid(consortium, tmp_path), RecordingCallback()
     without(grid, 1)
     without(grid, 2)
@@ -184,7 +184,7 @@ def test_fewer_than_start_with_is_not_a_start(consortium: Consortium, tmp_path: 
     ],
     ids=lambda value: value.get("method__name") if isinstance(value, dict) else "",
 )
-def test_a_method_with_an_opening_exchange_needs_everybody(
+def test_a_method_that_collects_statistics_needs_all_clients(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
     changes: dict[str, Any],
@@ -218,7 +218,7 @@ def test_start_with_is_kept_and_bounded(tmp_path: Path) -> None:
     assert server_settings.change_server_settings(tmp_path).clients == ("a", "b")
 
 
-def test_in_a_run_that_has_begun_who_never_came_keeps_its_place(tmp_path: Path) -> None:
+def test_a_started_run_keeps_a_place_for_clients_that_have_not_joined(tmp_path: Path) -> None:
     """Memories are known by places; the sites were told how many clients there are."""
     server_settings.write_server_settings(ServerSettings(clients=("a", "b", "c"), start_with=2), tmp_path)
     (tmp_path / "sites.json").write_text('{"b": {}, "c": {}}')
@@ -230,7 +230,7 @@ def test_in_a_run_that_has_begun_who_never_came_keeps_its_place(tmp_path: Path) 
     assert changed.announced_clients == 3
 
 
-def test_who_never_came_is_dropped_and_the_others_go_on(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_a_client_that_never_joined_can_be_dropped(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     """site-a, the first of the list, never came: site-b and site-c keep their places and their memories."""
     grid, hear, out = make_grid(consortium, tmp_path), RecordingCallback(), tmp_path / "out"
     without(grid, 0)
@@ -252,13 +252,13 @@ def test_who_never_came_is_dropped_and_the_others_go_on(consortium: Consortium, 
     [
         ("abc", "abc", False, 0),
         ("ab", "ab", False, 60),  # a minute for those who start at the same time
-        ("ab", "ab", True, 0),  # nobody waits again for who has never come
-        ("abc", "ab", True, 60),  # c may be coming back
+        ("ab", "ab", True, 0),  # a client that never joined is not waited for again
+        ("abc", "ab", True, 60),  # c may come back
         ("abc", "a", True, None),  # too few for a round
         ("a", "a", False, None),
     ],
 )
-def test_how_long_a_start_waits(
+def test_start_waits_until_the_join_timeout(
     monkeypatch: pytest.MonkeyPatch, came: str, here: str, begun: bool, seconds: float | None
 ) -> None:
     now = [0.0]
@@ -301,7 +301,7 @@ def test_a_client_that_has_not_joined_is_not_drawn() -> None:
         divided([4, 0, 0], participation__count=4).participants(1)
 
 
-def test_a_round_has_its_minimum_also_of_those_who_would_begin_later(
+def test_clients_that_joined_late_fill_up_the_minimum_of_a_round(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
 ) -> None:

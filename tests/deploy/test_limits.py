@@ -22,7 +22,7 @@ from fedmll.deploy.flower.records import ArraySizeLimit
 from fedmll.deploy.site import approval, site_folder
 
 
-def test_a_servers_folder_is_for_its_owner(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_only_the_owner_can_read_a_servers_folder(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     before = os.umask(0o022)
     try:
         drive(consortium, make_grid(consortium, tmp_path), tmp_path / "out", training__rounds=1)
@@ -95,7 +95,7 @@ def test_a_message_that_cannot_be_assembled_does_not_end_a_join(
     assert said == "ignored: a message that cannot be read (ValueError: an array of 20 TB round 9: all is well)\n"
 
 
-def test_a_traceback_does_not_look_like_lines_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_traceback_are_indented(capsys: pytest.CaptureFixture[str]) -> None:
     client_app.show_block("Traceback:\nValueError: x\nround 9: all is well\x1b[31m")
     assert capsys.readouterr().out == "  | Traceback:\n  | ValueError: x\n  | round 9: all is well\n"
 

@@ -65,7 +65,7 @@ def test_every_site_has_the_servers_model_bit_for_bit(over: SimpleNamespace) -> 
         assert np.array_equal(mine.predict(images), servers.predict(images))
 
 
-def test_it_predicts_from_the_command_line(over: SimpleNamespace, consortium: Consortium) -> None:  # noqa: F811
+def test_a_delivered_model_predicts_from_the_command_line(over: SimpleNamespace, consortium: Consortium) -> None:  # noqa: F811
     image = consortium.folder / "images" / "00000.png"
     done = CliRunner().invoke(command, ["predict", str(over.folder / "site-a" / "model.safetensors"), str(image)])
     assert done.exit_code == 0, done.output
@@ -166,7 +166,7 @@ def test_a_model_of_another_experiment_is_rejected(
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x80\x04N.", b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "])
-def test_bytes_that_are_no_model_are_refused(worker: SiteWorker, tmp_path: Path, raw: bytes) -> None:
+def test_bytes_that_are_no_model_are_rejected(worker: SiteWorker, tmp_path: Path, raw: bytes) -> None:
     sent = Message({"model": torch.tensor(list(raw), dtype=torch.uint8)})
     with pytest.raises(SiteError, match="cannot be stored"):
         receive(worker, sent, digest(sent), tmp_path)
@@ -174,7 +174,7 @@ def test_bytes_that_are_no_model_are_refused(worker: SiteWorker, tmp_path: Path,
         receive(worker, Message(), digest(sent), tmp_path)
 
 
-def test_thresholds_and_calibration_come_along_and_the_window_is_the_sites(worker: SiteWorker, tmp_path: Path) -> None:
+def test_a_delivered_model_has_thresholds_calibration_and_the_sites_window(worker: SiteWorker, tmp_path: Path) -> None:
     cuts = [place / 20 for place in range(10)]
     by = [[1.5, -0.25]] * 10
 
@@ -248,7 +248,7 @@ def test_a_site_that_rejects_the_model_is_named(
     assert [text for text in hear.said if text.startswith("site-a did not receive the model")]
 
 
-def test_where_the_model_goes(tmp_path: Path) -> None:
+def test_a_site_file_keeps_the_folder_of_the_model(tmp_path: Path) -> None:
     site = Site(
         name="s",
         csv=tmp_path / "l.csv",

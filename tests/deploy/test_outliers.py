@@ -114,7 +114,7 @@ def invert_weights(name: str, trained: torch.Tensor, sent: torch.Tensor) -> torc
     return weights
 
 
-def test_inverted_weights_are_rejected_and_the_others_go_on(
+def test_inverted_weights_are_rejected_and_the_round_continues_with_the_others(
     five: Path, honest: round_loop.Result, tmp_path: Path
 ) -> None:
     result, hear, grid = federation(five, tmp_path, invert_weights)
@@ -238,7 +238,7 @@ SKEWED = [
 
 
 @pytest.mark.parametrize("settings", SKEWED, ids=str)
-def test_honest_clients_stay_far_below(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_honest_clients_stay_far_below_the_limit(settings: dict[str, Any], tmp_path: Path) -> None:
     """However skewed, and however high the learning rate."""
     usual = {"data.name": "ml-digits", "model.channels": [4, 8], "partition.clients": 8, "partition.holdout": 0.0}
     data = build(Experiment().changed(usual | {"engine.workers": 0, "training.rounds": 3} | settings))

@@ -105,7 +105,7 @@ def test_ordinary_arrays_are_read_as_numpy_does() -> None:
     assert from_records(holding(x=Array("float64", (2,), "numpy.ndarray", version_2)))[0]["x"].tolist() == [0, 1]
 
 
-def test_numbers_that_slow_everything_down_are_0_and_a_bool_is_one() -> None:
+def test_subnormal_numbers_become_0_and_invalid_booleans_are_rejected() -> None:
     small = np.array([1e-40, -1e-44, 1e-30, 0.5], np.float32)
     records = holding(x=Array(small))
     records["numbers"] = MetricRecord({"loss": 1e-310, "samples": 2.0})
@@ -154,7 +154,7 @@ def test_a_chunk_that_is_listed_a_million_times_is_not_assembled(monkeypatch: py
                 inflatable_utils.inflate_object_from_contents(key, contents | {key: content})
 
 
-def test_brackets_in_a_string_are_no_depth() -> None:
+def test_brackets_in_a_string_do_not_count_as_nesting() -> None:
     info = {"name": 'a "[[[[[[[[[[" \\', "deep": [[{"x": [1]}]]}
     assert from_records(to_records(Message(), info))[1] == info
 
@@ -236,7 +236,7 @@ TRAINING: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "reason"), TRAINING, ids=[reason for _, reason in TRAINING])
-def test_a_reply_is_rejected_by_name_and_the_others_go_on(
+def test_an_invalid_reply_is_rejected_and_the_round_continues_with_the_others(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
     change: Change,
@@ -253,7 +253,7 @@ def test_a_reply_is_rejected_by_name_and_the_others_go_on(
     assert 0 < result.rows[0]["loss"] < 10
 
 
-def test_the_negative_variance_was_one(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+def test_the_attack_with_a_negative_variance_has_one(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
     """So that the test above refuses what it means to."""
     result, _ = attacked(consortium, tmp_path, TRAIN, lambda content: content, rounds=1)
     variances = [name for name in result.weights if name.endswith("running_var")]

@@ -183,7 +183,7 @@ def test_rows_for_thresholds_have_counts_of_their_own() -> None:
     assert str(reason) == "validation-counts count more images than the 2 that it holds out"
 
 
-def test_only_what_is_by_class_is_looked_at_by_class() -> None:
+def test_only_tensors_by_class_are_checked_by_class() -> None:
     votes = torch.tensor([[True, False, False], [False, True, False]])
     owned = torch.tensor([True, False, True])
     assert TensorSpec((2, 3), torch.bool).find_class_problem("v", votes, owned) is None
@@ -206,7 +206,7 @@ def test_only_what_is_by_class_is_looked_at_by_class() -> None:
         (lambda counts: {"counts": counts, "more": counts}, "it holds the unknown key more"),
     ],
 )
-def test_bad_counts_are_rejected_by_name_and_the_others_count(
+def test_invalid_counts_are_rejected_and_the_others_are_used(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,
     seen: ScoresAndLabels,

@@ -121,7 +121,7 @@ def test_a_body_without_a_key_is_not_read(world: World, own: SuperLinkConnection
     assert memory_of(own.child.process.pid) - before < 30
 
 
-def test_a_member_is_bounded_too(world: World, own: SuperLinkConnection) -> None:
+def test_request_sizes_of_members_are_limited(world: World, own: SuperLinkConnection) -> None:
     member = world.member("site-a")
     long = [b"x" * 2**20] * 40  # chunked: nothing is declared
     try:
@@ -155,7 +155,7 @@ def test_a_clock_that_is_wrong_is_named_at_both_ends(world: World, own: SuperLin
     assert "site-b is rejected: its clock is 20 s ahead of the server's" in world.heard(own)
 
 
-def test_a_client_cannot_speak_as_another(world: World, own: SuperLinkConnection) -> None:
+def test_a_client_cannot_reply_for_another(world: World, own: SuperLinkConnection) -> None:
     """What ended another site's join: a message to it that says it is from the server."""
     member, victim = world.member("site-a"), world.member("site-b")
     node, other = node_of(member), node_of(victim)
@@ -208,7 +208,7 @@ def test_a_key_that_is_revoked_is_rejected_at_once(world: World, own: SuperLinkC
     assert "site-a is rejected: its key was revoked" in world.heard(own)
 
 
-def test_flowers_files_are_the_owners(world: World, own: SuperLinkConnection) -> None:
+def test_only_the_owner_can_read_flowers_files(world: World, own: SuperLinkConnection) -> None:
     folder = Path(world.link.folder)
     for file in [path for path in folder.rglob("*") if path.is_file()]:
         assert file.stat().st_mode & 0o077 == 0, file

@@ -85,17 +85,7 @@ def format_rejection(code: RejectionCode, seconds: float | None = None) -> str:
 
 
 def explain_rejection(log: str, server: str, name: str, key: object) -> str | None:
-    """Explain the port's last rejection in the log of a SuperNode, for the client's user.
-
-    Args:
-        log: what the SuperNode wrote.
-        server: the address of the server.
-        name: the name of the client.
-        key: the file of the client's key.
-
-    Returns:
-        A paragraph, or None if the log has no rejection.
-    """
+    """Explain the port's last rejection in the log of a SuperNode, for the client's user; None if there is none."""
     found = REJECTION.findall(log)
     if not found:
         return None
@@ -174,12 +164,7 @@ CODES_OF_ERRORS = {
 
 
 class SiteError(FedmllError):
-    """A site does not do what the server asks.
-
-    Args:
-        code: what the server learns.
-        text: the full reason, which is shown at the site only.
-    """
+    """A site does not do what the server asks. The server learns the code; the text is shown at the site only."""
 
     def __init__(self, code: SiteErrorCode, text: str) -> None:
         super().__init__(text)

@@ -59,12 +59,8 @@ def find_files(experiment: Experiment) -> list[Path]:
 def resolve_files(values: Mapping[str, Any], own_files: Sequence[Path]) -> dict[str, Any]:
     """At a site: the server's settings, in which every digest is the path of the site's own copy.
 
-    Args:
-        values: the experiment's settings as they arrived.
-        own_files: the site's files (`--weights`). No other file is looked for.
-
-    Raises:
-        SiteError: a setting names a path, or the site has no file with the digest.
+    Only `own_files` (`--weights`) are looked at. A SiteError says that a setting names a path, or that no file has the
+    digest.
     """
     if not isinstance(values, Mapping):
         raise SiteError(SiteErrorCode.MESSAGE, "The server's experiment is not a table of settings.")

@@ -32,16 +32,11 @@ Introductions = Mapping[str, "Introduction"]  # by site
 
 
 def count_labels(data: Dataset, annotated: NDArray[np.bool_], min_count: int) -> LabelCounts:
-    """Count a site's labels for the server, for the classes that the site annotates.
+    """Count the labels of a site's training images for the server, for the classes that the site annotates.
 
     0 is released as 0. The largest count of a class is the rounded number of images minus the two others: rounded by
-    itself, it would reveal the others more exactly than their own rounding. For a class with a small count, and for a
-    site with few images, all counts except 0 are withheld.
-
-    Args:
-        data: the site's training images.
-        annotated: bool (C,), the classes that the site annotates.
-        min_count: the site's own minimum; a smaller count is replaced by FEW.
+    itself, it would reveal the others more exactly than their own rounding. A count below `min_count` is replaced by
+    FEW. For a class with a small count, and for a site with few images, all counts except 0 are withheld.
     """
     counts = np.stack([(data.labels == value).sum(axis=0) for value in (PRESENT, ABSENT, UNKNOWN)], axis=1)
     least, some = min_released_count(min_count), counts > 0
@@ -99,20 +94,9 @@ def confirm_label_counts(
     notify: Callable[[str], None],
     confirm: Confirm,
 ) -> None:
-    """Show the counts before round 1, let the operator confirm what is uncertain_labels, and write labels.csv.
+    """Show the counts before round 1, let the operator confirm what is doubtful, and write labels.csv to `out`.
 
-    A resumed run, which has the file, is not shown again.
-
-    Args:
-        out: the run's folder.
-        classes: the classes of the federation.
-        names: the clients that take part.
-        introductions: of the clients that have joined.
-        notify: shows a line to the operator.
-        confirm: asks the operator.
-
-    Raises:
-        FederationError: the operator does not confirm.
+    A resumed run, which has the file, is not shown again. `names` are the clients that take part.
     """
     joined = {name: introductions[name] for name in names if name in introductions}
     if not (out / FILE).exists():

@@ -61,13 +61,11 @@ class ModelDelivery:
         private = self.trainer.method.has("private-labels")
         key = client.name if private or client.name in self.site_thresholds else ""
         if key not in self.messages:
-            content = save(*(self._own_rows(client) if private else self._all_rows(client)))
+            all_rows = _contiguous(self.model.weights), self._metadata_for(client, range(len(self.model.classes)))
+            content = save(*(self._own_rows(client) if private else all_rows))
             self.messages[key] = Message({CONTENT: torch.frombuffer(bytearray(content), dtype=torch.uint8)})
         message = self.messages[key]
         return message, {"digest": hashlib.sha256(message[CONTENT].numpy().tobytes()).hexdigest()}
-
-    def _all_rows(self, client: ClientInfo) -> tuple[Tensors, dict[str, str]]:
-        return _contiguous(self.model.weights), self._metadata_for(client, range(len(self.model.classes)))
 
     def _own_rows(self, client: ClientInfo) -> tuple[Tensors, dict[str, str]]:
         trainer = self.trainer
@@ -95,15 +93,8 @@ def describe_undelivered(names: Sequence[str], file: Path, private: bool) -> str
 def receive_model(message: Message, *, digest: object, trainer: Trainer, window: Any, folder: Path) -> SavedModel:
     """At a site: check the model that arrived and write it to `folder`, completely or not at all.
 
-    Args:
-        message: the server's message with the model's bytes.
-        digest: the SHA-256 digest that the server announced.
-        trainer: the site's trainer, whose model the new one must match.
-        window: the intensity window with which the site reads its images.
-        folder: where the file is written.
-
-    Raises:
-        SiteError: it is not the announced model, or not a model of this site's experiment.
+    The SHA-256 digest is the one that the server announced. The window is the intensity window with which the site
+    reads its images. A SiteError says that it is not the announced model, or not a model of this site's experiment.
     """
     content = message.tensors.get(CONTENT)
     if content is None or content.dtype != torch.uint8 or len(message.tensors) != 1:

@@ -26,7 +26,7 @@ from fedmll.deploy.flower.membership import Membership
 from fedmll.deploy.flower.records import Info, to_records
 from fedmll.deploy.flower.reply_checks import cap_shares
 from fedmll.deploy.flower.request_guard import write_reply_limit
-from fedmll.deploy.flower.round import POLL_SECONDS, FlowerRound, RoundPlan, SiteStates, Transport
+from fedmll.deploy.flower.round import POLL_SECONDS, FlowerRound, SiteStates, Transport
 from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.model_delivery import ModelDelivery, SiteThresholds, describe_undelivered
 from fedmll.deploy.server import site_federation
@@ -60,16 +60,12 @@ class FlowerEngine:
 
     Args:
         federation: as the server knows it (site_federation.py).
-        membership: the clients and their connections.
         folder: the run's folder; the replies of a round are buffered there.
         min_clients: how many valid replies a round needs.
-        round_timeout: seconds that a round may take.
         max_attempts: how often a round with too few replies is tried.
         check_alive: raises when the SuperLink has ended.
-        progress: shows the progress of frozen features.
         max_share: the largest share of one client in an average by size.
         thresholds: what thresholds are chosen for, such as "f1".
-        calibrate: the calibration of probabilities.
     """
 
     def __init__(
@@ -168,17 +164,14 @@ class FlowerEngine:
         chosen = self.trainer.participants(self.federation_in(number), number)
         clients = [client for index in chosen for client in self.clients if client.index == index]
         samples = {client.name: self.membership.introductions[client.name].samples for client in clients}
-        plan = RoundPlan(
+        return FlowerRound(
             number=number,
             state=state,
             clients=clients,
             skipped=unusable | self.suspended,
             samples=samples,
-            weights=dict(zip(samples, cap_shares(list(samples.values()), self.max_share), strict=True)),
+            shares=dict(zip(samples, cap_shares(list(samples.values()), self.max_share), strict=True)),
             min_replies=min(self.min_clients, len(clients)),
-        )
-        return FlowerRound(
-            plan,
             trainer=self.trainer,
             transport=self.transport,
             site_states=self.client_states,

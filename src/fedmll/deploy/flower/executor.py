@@ -73,14 +73,7 @@ def start_heartbeat(client: RuntimeHttpClient) -> HeartbeatSender:
 
 
 class TaskExecutor:
-    """Runs the tasks of the SuperNode at a port of this machine.
-
-    Args:
-        port: of the SuperNode's Runtime API.
-        secret_file: holds the secret with which tasks are acquired.
-        site_file: the site's configuration.
-        max_array_bytes: the largest array that is accepted from the server.
-    """
+    """Runs the tasks of the SuperNode whose Runtime API is at a port of this machine."""
 
     def __init__(self, port: int, secret_file: Path, site_file: Path, max_array_bytes: float) -> None:
         ARRAY_LIMIT.install()

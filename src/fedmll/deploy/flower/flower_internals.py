@@ -127,11 +127,8 @@ def register_array_class(array_class: Any) -> None:
 
 
 def create_superlink(arguments: Sequence[str]) -> tuple[Any, Any, Any, Any]:
-    """Create what `flower-superlink` with these arguments would run.
-
-    Returns:
-        The HTTP app, its configuration, the state of the SuperLink, and the module of functions that answer nodes.
-    """
+    """What `flower-superlink` with these arguments would run: the HTTP app, its configuration, the state of the
+    SuperLink, and the module of functions that answer nodes."""
     from flwr.superlink.main import create_app
     from flwr.superlink.servicer.fleet import fleet_handlers
 
@@ -213,14 +210,8 @@ def stored_children(object_id: str, store: Any) -> list[str] | None:
 def run_supernode(
     arguments: Sequence[str], time_module: Any, wrap_interceptor: Callable[[type], type], load_key: Any | None
 ) -> None:
-    """Run `flower-supernode`.
-
-    Args:
-        arguments: its command line.
-        time_module: replaces `time` in its loop.
-        wrap_interceptor: subclasses the interceptor that signs its requests.
-        load_key: replaces the function that loads its private key, if given.
-    """
+    """Run `flower-supernode` with these arguments and replacements: `time` in its loop, a subclass of the interceptor
+    that signs its requests, and the function that loads its private key, if given."""
     from flwr.supernode.cli import flower_supernode
 
     loop: Any = import_module("flwr.supernode.start_client_internal")

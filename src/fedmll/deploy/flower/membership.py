@@ -86,34 +86,19 @@ class RejectedNode:
 
 @dataclass(kw_only=True)
 class Membership:
-    """The clients of a run.
-
-    Args:
-        grid: Flower's Grid.
-        clients: the names of the clients that may train.
-        validators: the names of those that only evaluate the model.
-        has_keys: whether nodes are authenticated by keys.
-        setup: the study's setup as JSON, which every message contains.
-        introductions_file: stores the introductions, so that a restarted server knows them.
-        notify: shows a text to the operator and writes it to the log and the audit log.
-        record: writes to the audit log only.
-        classes: the classes of the federation; empty: any.
-        frozen: sketches of the model's frozen tensors, which must be the same at every site.
-        label_sets: the registered label sets of clients with private labels.
-        exclusions: which clients the operator has excluded, or whose keys are revoked.
-    """
+    """The clients of a run."""
 
     grid: Grid
-    clients: Sequence[str]
-    has_keys: bool
-    setup: str
-    introductions_file: Path
-    notify: Notify
-    classes: Sequence[str] = ()
-    frozen: Mapping[str, Sketch] = field(default_factory=dict)
-    label_sets: LabelSets | None = None
-    validators: Sequence[str] = ()
-    record: Notify = no_record
+    clients: Sequence[str]  # the names of those that may train
+    has_keys: bool  # nodes are authenticated by keys
+    setup: str  # the study's setup as JSON, which every message contains
+    introductions_file: Path  # so that a restarted server knows the introductions
+    notify: Notify  # shows a text to the operator and writes it to the log and the audit log
+    classes: Sequence[str] = ()  # of the federation; empty: any
+    frozen: Mapping[str, Sketch] = field(default_factory=dict)  # of frozen tensors, which are the same at every site
+    label_sets: LabelSets | None = None  # the registered label sets of clients with private labels
+    validators: Sequence[str] = ()  # the names of those that only evaluate the model
+    record: Notify = no_record  # writes to the audit log only
     exclusions: Exclusions = field(default_factory=Exclusions)
 
     def __post_init__(self) -> None:

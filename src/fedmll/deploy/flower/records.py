@@ -52,18 +52,9 @@ def to_records(message: Message, info: Mapping[str, Any]) -> RecordDict:
 def from_records(
     records: RecordDict, specs: Mapping[str, TensorSpec] | None = None, numbers: Collection[str] | None = None
 ) -> tuple[Message, Info]:
-    """Decode Flower's records.
+    """Decode Flower's records, or raise ReplyRejected.
 
-    Args:
-        records: as they arrived.
-        specs: the only tensors that are allowed, with their specifications. None: any, at a site.
-        numbers: the only numbers that are allowed. None: any.
-
-    Returns:
-        The message and the info.
-
-    Raises:
-        ReplyRejected: the records are not a valid message.
+    Only the tensors in `specs` and these `numbers` are allowed; at a site (None) any.
     """
     try:
         return _decode(records, specs, numbers)

@@ -48,16 +48,7 @@ class PendingMessage:
 def check_reply(
     kind: str, reply: FlowerMessage, pending: PendingMessage, introduction: Introduction
 ) -> tuple[Message, Info]:
-    """Decode and check a reply.
-
-    Args:
-        kind: the type of the message that is answered: train, evaluate, …
-        reply: as it arrived.
-        pending: the message that is answered.
-        introduction: what the client said about itself when it joined.
-
-    Returns:
-        The reply's message and info.
+    """Decode and check a reply to a message of this kind (train, evaluate, …).
 
     Raises:
         UpdateDiverged: training diverged, perhaps because of the model that was sent.

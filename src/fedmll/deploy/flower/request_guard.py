@@ -91,18 +91,11 @@ class ActiveProgram:
 
 @dataclass(kw_only=True)
 class ClientAuthenticator:
-    """Identifies the client of a request by the signature in its headers, before anything else is read.
+    """Identifies the client of a request by the signature in its headers, before anything else is read."""
 
-    Args:
-        nodes: name → public key (PEM).
-        notify: passes a notice to the operator.
-        revoked_file: the list of revoked keys, which may grow while the server runs.
-        clock: the current time.
-    """
-
-    nodes: Mapping[str, str]
-    notify: Callable[[str], None]
-    revoked_file: Path | None = None
+    nodes: Mapping[str, str]  # name → public key (PEM)
+    notify: Callable[[str], None]  # passes a notice to the operator
+    revoked_file: Path | None = None  # the list of revoked keys, which may grow while the server runs
     clock: Callable[[], datetime] = now
     active: dict[str, ActiveProgram] = field(default_factory=dict)  # name → the program that uses its key
     replaced: dict[str, ActiveProgram] = field(default_factory=dict)  # name → one that was silent when a newer came
@@ -195,12 +188,7 @@ class ClientAuthenticator:
 
 
 class RequestGuard:
-    """The ASGI app in front of Flower's.
-
-    Args:
-        app: Flower's.
-        authenticator: identifies clients; None with --insecure.
-    """
+    """The ASGI app in front of Flower's. The authenticator is None with --insecure."""
 
     def __init__(self, app: App, authenticator: ClientAuthenticator | None = None) -> None:
         self.app, self.authenticator = app, authenticator

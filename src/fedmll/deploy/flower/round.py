@@ -5,8 +5,6 @@ rest of the round. A reply counts only if it comes from the connection that was 
 order that does not depend on which client was faster.
 
 `FlowerRound` is one attempt of a round of training.
-The replies are buffered on disk until all have arrived, so that they can be compared with each other, and so that the
-round can be aggregated without some of them. No client trains again for that.
 """
 
 from __future__ import annotations
@@ -56,8 +54,6 @@ class Transport:
     """Sends messages to the members and collects their replies.
 
     Args:
-        membership: the clients and their connections.
-        round_timeout: seconds that an exchange may take.
         check_alive: raises when the SuperLink has ended.
         reply_specs: (kind, client, message) → the specifications of the tensors in a valid reply.
         set_reply_limit: is told how many bytes of tensors the largest valid reply has, whenever that grows.
@@ -101,14 +97,7 @@ class Transport:
 
         The exchange ends when all clients have replied or are gone, or at the deadline. A client whose node connected
         again meanwhile is sent its message again. While there are fewer than `min_replies` replies, clients that are
-        not connected are waited for.
-
-        Args:
-            kind: the type of the message: train, evaluate, …
-            clients: who is asked.
-            message_for: creates a client's message.
-            min_replies: how many replies are needed.
-            timeout: seconds until the deadline; None: `round_timeout`.
+        not connected are waited for. `timeout` is in seconds; None: `round_timeout`.
         """
         deadline = time.monotonic() + (timeout or self.round_timeout)
         replies: Replies = {client.name: None for client in clients if client.name in self.timed_out}
@@ -231,78 +220,60 @@ class SiteStates:
         return {"state_round": self.latest.get(client), "keep_rounds": keep}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundPlan:
-    """What a round starts from.
-
-    Args:
-        number: the round.
-        state: the server's state.
-        clients: the clients of the round, in the order of aggregation.
-        skipped: clients that are not asked, because an earlier reply of theirs could not be used.
-        samples: by client, the number of its images, as it said when it joined.
-        weights: by client, its weight in an average by size.
-        min_replies: how many valid replies the round needs.
-    """
-
-    number: int
-    state: Tensors
-    clients: list[ClientInfo]
-    skipped: Collection[str]
-    samples: Mapping[str, int]
-    weights: Mapping[str, float]
-    min_replies: int
-
-
+@dataclass(kw_only=True)
 class FlowerRound:
     """One attempt of a round. Call `collect`, `reject_outliers`, `check_enough_replies` and `aggregate` in this order.
 
-    Args:
-        plan: what the round starts from.
-        trainer: with the method.
-        transport: sends the messages and checks the replies.
-        site_states: which client states the sites have.
-        folder: where the replies are buffered.
+    The replies are buffered on disk until all have arrived, so that they can be compared with each other, and so that
+    the round can be aggregated without some of them. No client trains again for that.
     """
 
-    def __init__(
-        self, plan: RoundPlan, *, trainer: Trainer, transport: Transport, site_states: SiteStates, folder: Path
-    ) -> None:
-        self.plan, self.method, self.transport, self.site_states = plan, trainer.method, transport, site_states
-        self.states_before = dict(site_states.latest)
+    number: int
+    state: Tensors  # of the server
+    clients: list[ClientInfo]  # in the order of aggregation
+    skipped: Collection[str]  # clients that are not asked, because an earlier reply of theirs could not be used
+    samples: Mapping[str, int]  # by client: the number of its images, as it said when it joined
+    shares: Mapping[str, float]  # by client: its weight in an average by size
+    min_replies: int
+    trainer: Trainer
+    transport: Transport
+    site_states: SiteStates
+    folder: Path  # where the replies are buffered
+
+    def __post_init__(self) -> None:
+        self.states_before = dict(self.site_states.latest)
         self.messages: dict[int, Message] = {}
-        self.replies = DiskBuffer[ClientInfo](folder)
-        self.updates = UpdateComparison(trainer.weights.buffer_count)
+        self.replies = DiskBuffer[ClientInfo](self.folder)
+        self.updates = UpdateComparison(self.trainer.weights.buffer_count)
         self.rejected: set[str] = set()  # clients whose replies are not aggregated
         self.unusable: set[str] = set()  # of those: the aggregation of the reply failed
         self.bytes_up = 0
 
     def collect(self, on_reply: Callable[[int], None]) -> None:
         """Send the clients their messages and buffer the valid replies; each is checked as soon as it arrives."""
-        plan = self.plan
-        self.transport.start_round(plan.number)
+        self.transport.start_round(self.number)
         on_reply(0)
-        asked = [client for client in plan.clients if client.name not in plan.skipped]
-        for client, reply, info in self.transport.exchange(TRAIN, asked, self._message_for, plan.min_replies):
+        asked = [client for client in self.clients if client.name not in self.skipped]
+        for client, reply, info in self.transport.exchange(TRAIN, asked, self._message_for, self.min_replies):
             self.bytes_up += reply.nbytes
             if info.get("has_state") is True:
-                self.site_states.latest[client.index] = plan.number
-            reply.numbers["samples"] = plan.weights[client.name]  # as the operator saw it, not as the reply says
+                self.site_states.latest[client.index] = self.number
+            reply.numbers["samples"] = self.shares[client.name]  # as the operator saw it, not as the reply says
             if "weights" in reply.tensors:
-                sent, samples = self.messages[client.index]["weights"], plan.samples[client.name]
+                sent, samples = self.messages[client.index]["weights"], self.samples[client.name]
                 self.updates.add(client.name, samples=samples, sent=sent, returned=reply["weights"])
             self.replies.add(client, reply)
             on_reply(len(self.replies))
 
     def _message_for(self, client: ClientInfo) -> tuple[Message, Info]:
         if client.index not in self.messages:
-            self.messages[client.index] = self.method.send(self.plan.state, client, self.plan.number)
-        return self.messages[client.index], {"round": self.plan.number, **self.site_states.info_for(client.index)}
+            self.messages[client.index] = self.trainer.method.send(self.state, client, self.number)
+        return self.messages[client.index], {"round": self.number, **self.site_states.info_for(client.index)}
 
     @property
     def most_diverged(self) -> bool:
         """Whether the training of most clients diverged: then the model that they were sent is the likely cause."""
-        return 2 * len(self.transport.diverged) > len(self.plan.clients)
+        return 2 * len(self.transport.diverged) > len(self.clients)
 
     def reject_outliers(self) -> None:
         """Reject replies that diverged, and updates that are outliers among the others."""
@@ -315,7 +286,7 @@ class FlowerRound:
         """Aggregate without these clients; they continue from the client states that they had before the round."""
         self.rejected |= set(names)
         self.updates.remove(names)
-        for client in self.plan.clients:
+        for client in self.clients:
             if client.name in names:
                 self.site_states.latest.pop(client.index, None)
                 if client.index in self.states_before:
@@ -323,11 +294,11 @@ class FlowerRound:
 
     def check_enough_replies(self) -> None:
         """Raise TooFewReplies if the round has fewer valid replies than it needs."""
-        plan, valid = self.plan, len(self.replies) - len(self.rejected)
-        if valid < plan.min_replies:
+        valid = len(self.replies) - len(self.rejected)
+        if valid < self.min_replies:
             raise TooFewReplies(
-                f"round {plan.number} has {valid} valid replies from {len(plan.clients)} clients and needs "
-                f"{plan.min_replies} (--min-clients). Connected: "
+                f"round {self.number} has {valid} valid replies from {len(self.clients)} clients and needs "
+                f"{self.min_replies} (--min-clients). Connected: "
                 f"{', '.join(sorted(self.transport.membership.members)) or 'no client'}."
             )
 
@@ -345,7 +316,7 @@ class FlowerRound:
             TooFewReplies: without the rejected replies there are too few.
         """
         while True:
-            aggregator = self.method.aggregator(self.plan.state, self.plan.number)
+            aggregator = self.trainer.method.aggregator(self.state, self.number)
             losses: list[tuple[float, float]] = []
             for client, reply in self._accepted():
                 try:
@@ -362,10 +333,9 @@ class FlowerRound:
         try:
             state, records = aggregator.result()
         except Exception as error:  # no single reply is the cause
-            state, records = self.plan.state, {}
+            state, records = self.state, {}
             self.transport.membership.notify(
-                f"round {self.plan.number} changes nothing: its replies do not result in a valid model "
-                f"({_describe(error)})"
+                f"round {self.number} changes nothing: its replies do not result in a valid model ({_describe(error)})"
             )
         return RoundResult(
             state=state,
