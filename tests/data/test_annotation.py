@@ -13,7 +13,7 @@ from fedmll.data.annotation import annotate
 from fedmll.data.federation import build
 
 
-def test_none_withholds_nothing_and_costs_nothing() -> None:
+def test_annotation_none_knows_everything_and_needs_no_memory() -> None:
     known = annotate("none", 41_131, 1_628, 0)
     assert known.shape == (41_131, 1_628) and known.strides == (0, 0)
     assert known[0, 0]
@@ -21,7 +21,7 @@ def test_none_withholds_nothing_and_costs_nothing() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(clients=st.integers(1, 30), classes=st.integers(1, 20), missing=st.integers(0, 19), seed=st.integers(0, 10**6))
-def test_each_client_misses_m_classes_and_each_class_is_known_somewhere(
+def test_each_client_misses_m_classes_and_some_client_knows_each_class(
     clients: int, classes: int, missing: int, seed: int
 ) -> None:
     assume(missing < classes <= clients * (classes - missing))
@@ -32,7 +32,7 @@ def test_each_client_misses_m_classes_and_each_class_is_known_somewhere(
     assert (known == annotate("missing", clients, classes, seed, missing=missing)).all()
 
 
-def test_even_where_there_is_only_just_enough_every_class_is_known() -> None:
+def test_every_class_is_known_if_there_is_just_enough_annotation() -> None:
     """10 clients with one class each of 10: a blind draw covers them all once in 2,755 times."""
     for seed in range(20):
         known = annotate("missing", 10, 10, seed, missing=9)
@@ -47,7 +47,7 @@ def test_missing_classes_are_drawn_at_random() -> None:
     assert (annotate("missing", 20, 5, 0, missing=2) != annotate("missing", 20, 5, 1, missing=2)).any()
 
 
-def test_one_class_goes_round() -> None:
+def test_one_class_assigns_classes_in_turn() -> None:
     assert annotate("one-class", 5, 3, 0).astype(int).tolist() == [
         [1, 0, 0],
         [0, 1, 0],
@@ -58,7 +58,7 @@ def test_one_class_goes_round() -> None:
     assert annotate("one-class", 12, 12, 0).astype(int).tolist() == np.eye(12).tolist()  # just enough clients
 
 
-def test_as_default_nothing_is_missing() -> None:
+def test_default_is_no_missing_class() -> None:
     assert annotate("missing", 3, 4, 0).all()
 
 
@@ -74,7 +74,7 @@ def test_as_default_nothing_is_missing() -> None:
         ("misssing", 3, 0, "did you mean 'missing'?"),
     ],
 )
-def test_what_leaves_a_class_to_nobody_is_refused(kind: str, clients: int, missing: int, hint: str) -> None:
+def test_class_without_annotating_client_is_rejected(kind: str, clients: int, missing: int, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         annotate(kind, clients, 4, 0, missing=missing)
     assert hint in str(error.value) and "\n" not in str(error.value)

@@ -63,20 +63,20 @@ FACTORS = torch.linspace(0.05, 1.6, COUNT)
         (augmentation.sharpness, ImageEnhance.Sharpness),
     ],
 )
-def test_enhancements_are_pillows(ours: Callable[[Tensor, Tensor], Tensor], enhancer: Callable) -> None:
+def test_enhancements_equal_pillows(ours: Callable[[Tensor, Tensor], Tensor], enhancer: Callable) -> None:
     images = pictures()
     expected = [enhancer(as_pillow(image)).enhance(float(f)) for image, f in zip(images, FACTORS, strict=True)]
     assert largest_difference(ours(images, FACTORS), expected) <= 2  # Pillow rounds in between
 
 
-def test_equalize_is_pillows_exactly() -> None:
+def test_equalize_equals_pillows_exactly() -> None:
     images = pictures(height=40, width=33)
     images[0] = 0.2  # one value: nothing to equalise
     images[1, :, :20] = 0.4
     assert largest_difference(augmentation.equalize(images), [ImageOps.equalize(as_pillow(x)) for x in images]) < 0.01
 
 
-def test_autocontrast_is_pillows() -> None:
+def test_autocontrast_equals_pillows() -> None:
     images = pictures() * 0.5 + 0.2
     images = torch.round(images * 255) / 255
     images[3, 1] = 0.6
@@ -85,20 +85,20 @@ def test_autocontrast_is_pillows() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 7, 8])
-def test_posterize_is_pillows_exactly(bits: int) -> None:
+def test_posterize_equals_pillows_exactly(bits: int) -> None:
     images = pictures()
     ours = augmentation.posterize(images, torch.full((COUNT,), float(bits)))
     assert largest_difference(ours, [ImageOps.posterize(as_pillow(image), bits) for image in images]) < 0.01
 
 
-def test_solarize_is_pillows_exactly() -> None:
+def test_solarize_equals_pillows_exactly() -> None:
     images = pictures()
     ours = augmentation.solarize(images, torch.full((COUNT,), 128 / 255))
     assert largest_difference(ours, [ImageOps.solarize(as_pillow(image), 128) for image in images]) < 0.01
 
 
 @pytest.mark.parametrize("degrees", [-30.0, 7.0, 90.0])
-def test_rotation_is_pillows_also_when_not_square(degrees: float) -> None:
+def test_rotation_equals_pillows_also_if_not_square(degrees: float) -> None:
     images = pictures(height=24, width=20)
     ours = augmentation.affine(images, degrees=degrees)
     expected = torch.stack([from_pillow(as_pillow(x).rotate(degrees, Image.Resampling.BILINEAR)) for x in images])
@@ -159,7 +159,7 @@ def test_crop_moves_by_an_eighth_of_the_side() -> None:
     assert int((rows == 0).sum(dim=1).max()) == 2
 
 
-def test_weak_view_turns_by_ten_degrees_and_moves_by_two_percent_at_most() -> None:
+def test_weak_rotates_by_at_most_ten_degrees_and_shifts_by_at_most_two_percent() -> None:
     side = 101
     images = torch.zeros((300, 1, side, side))
     images[:, :, 50, 80] = 1  # 30 right of the centre
@@ -175,7 +175,7 @@ def test_weak_view_turns_by_ten_degrees_and_moves_by_two_percent_at_most() -> No
     assert float((x.abs() - 30).abs().max()) < 0.02 * side + 1
 
 
-def test_jitter_changes_colours_and_not_places() -> None:
+def test_jitter_changes_colours_but_not_positions() -> None:
     images = torch.full((100, 3, 4, 4), 0.5)
     images[:, 0] = 0.6
     jittered = colour_jitter(images, generator())
@@ -196,7 +196,7 @@ def test_cutout_is_one_grey_square() -> None:
     assert (images == 1).all(), "the input is not written to"
 
 
-def test_strong_operations_leave_about_a_quarter_of_the_images_alone() -> None:
+def test_rand_augment_leaves_about_a_quarter_of_the_images_unchanged() -> None:
     images = pictures(count=1000)
     same = (rand_augment(images, generator()) == images).flatten(1).all(dim=1).float().mean()
     # neither of two operations with probability ½, or the identity: (1 - ½ · 13/14)² = 0.287
@@ -220,7 +220,7 @@ def test_every_strong_operation_keeps_shape_and_range(name: str) -> None:
 
 @pytest.mark.parametrize("recipe", registry.all_of("augmentation"))
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_recipe_keeps_shape_range_and_input_and_repeats_with_its_seed(recipe: str, channels: int) -> None:
+def test_augmentation_keeps_shape_range_and_input_and_repeats_with_its_seed(recipe: str, channels: int) -> None:
     images = pictures(channels, height=8, width=8)
     before = images.clone()
     one, same, other = (augment(images, recipe, generator(seed)) for seed in (1, 1, 2))
@@ -234,7 +234,7 @@ def test_a_recipe_keeps_shape_range_and_input_and_repeats_with_its_seed(recipe: 
 
 
 @pytest.mark.parametrize("recipe", registry.all_of("augmentation"))
-def test_draws_depend_on_the_generator_alone(recipe: str) -> None:
+def test_random_draws_depend_only_on_the_generator(recipe: str) -> None:
     """After different pictures the generator is in the same state; torch's global one plays no part."""
     used = []
     for seed, images in ((1, torch.zeros((COUNT, 1, 8, 8))), (2, pictures(3, 24, 20))):
@@ -247,6 +247,6 @@ def test_draws_depend_on_the_generator_alone(recipe: str) -> None:
     assert torch.equal(used[0], used[1])
 
 
-def test_an_unknown_recipe_names_the_nearest() -> None:
+def test_unknown_augmentation_suggests_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'crop-flip'"):
         augment(pictures(), "cropflip", generator())

@@ -27,7 +27,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_what_is_there_is_not_made_again(cache_folder: Path) -> None:
+def test_existing_cache_entry_is_not_built_again(cache_folder: Path) -> None:
     pixels = random_pixels(3, 8, 8)
     first = decoded_images("key", lambda: encoded_files([encode(image) for image in pixels]), None).store
 
@@ -39,7 +39,7 @@ def test_what_is_there_is_not_made_again(cache_folder: Path) -> None:
     assert len(list(cache_folder.glob("*.npy"))) == 1
 
 
-def test_keys_tell_contents_types_and_shapes_apart() -> None:
+def test_cache_keys_distinguish_contents_types_and_shapes() -> None:
     numbers = np.arange(6, dtype=np.uint8)
     keys = [
         cache.content_key("a", "bc"),
@@ -53,7 +53,7 @@ def test_keys_tell_contents_types_and_shapes_apart() -> None:
     assert cache.content_key(numbers.reshape(2, 3).T) == cache.content_key(np.array([[0, 3], [1, 4], [2, 5]], np.uint8))
 
 
-def test_a_mapped_store_is_known_by_its_name_and_one_in_memory_by_its_contents(cache_folder: Path) -> None:
+def test_key_of_mapped_store_is_its_name_and_of_store_in_memory_its_contents(cache_folder: Path) -> None:
     store = cache.cached_array("thename", lambda: ((1, 1, 2, 2), lambda images: images.fill(7)))
     assert cache.store_key(store) == "thename"
     assert cache.store_key(np.array(store)) == cache.content_key(np.full((1, 1, 2, 2), 7, np.uint8))
@@ -73,7 +73,7 @@ def test_large_arrays_are_mapped_and_small_ones_are_not(cache_folder: Path, monk
     assert [path.name for path in cache_folder.glob("*.npy")] == ["large.npy"]
 
 
-def test_a_damaged_file_is_made_again(cache_folder: Path) -> None:
+def test_damaged_cache_file_is_built_again(cache_folder: Path) -> None:
     def prepare() -> tuple[cache.Shape, cache.Fill]:
         return (2, 1, 50, 50), lambda images: images.fill(9)
 
@@ -94,14 +94,14 @@ def test_a_failing_build_leaves_nothing_behind(cache_folder: Path) -> None:
     assert [path.name for path in cache_folder.iterdir()] == ["key.lock"]
 
 
-def test_too_little_room_is_said_before_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_reported_before_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1))
     with pytest.raises(DataError, match=r"need .* MB.*FEDMLL_CACHE"):
         cache.cached_array("key", lambda: ((1, 1, 2, 2), lambda images: None))
 
 
-def test_a_cache_that_is_no_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_is_not_a_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FEDMLL_CACHE", str(tmp_path / "file"))
     with pytest.raises(DataError, match="FEDMLL_CACHE"):
@@ -142,7 +142,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path, cache_folder: 
     assert log.read_text() == "built\n"
 
 
-def test_a_process_says_that_it_waits_for_another(tmp_path: Path, cache_folder: Path) -> None:
+def test_waiting_for_another_process_is_reported(tmp_path: Path, cache_folder: Path) -> None:
     cache_folder.mkdir()
     with (cache_folder / "key.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -156,7 +156,7 @@ def test_a_process_says_that_it_waits_for_another(tmp_path: Path, cache_folder: 
     assert said == ["decoding images: waiting for another process that does the same work"]
 
 
-def test_a_killed_builder_leaves_nothing_that_is_taken_for_good(tmp_path: Path, cache_folder: Path) -> None:
+def test_killed_process_leaves_no_incomplete_cache_file(tmp_path: Path, cache_folder: Path) -> None:
     log = tmp_path / "log"
     killed = start_builder(log, "die")
     killed.communicate(timeout=60)

@@ -78,7 +78,7 @@ def test_quadrants_hold_whole_source_images_of_the_labels_and_zeros() -> None:
     assert len(used) == 62 * 10 + 45 * 4 * 2
 
 
-def test_the_papers_proportion_and_its_numbers() -> None:
+def test_proportional_gives_the_papers_numbers() -> None:
     made = compose(
         Splits(numbered_images([5000] * 10, side=1), numbered_images([1000] * 10, side=1)), CompositeOptions(), 0
     )
@@ -110,7 +110,7 @@ def test_quadrants_are_drawn_evenly_for_both_images() -> None:
     assert np.abs(filled.sum(axis=0) - 2000).max() < 150
 
 
-def test_side_by_side() -> None:
+def test_side_by_side_places_two_images_next_to_each_other() -> None:
     given = source()
     made = compose(given, CompositeOptions(layout="side-by-side"), seed=1).train
     assert made.sample_shape == (2, 4, 8)
@@ -130,20 +130,20 @@ def test_blend_is_the_rounded_mean_and_singles_are_unchanged() -> None:
     assert values == {(1, 0): 10, (0, 1): 21, (1, 1): 16}
 
 
-def test_given_numbers_and_a_test_set_in_the_same_ratio() -> None:
+def test_explicit_numbers_give_a_test_set_in_the_same_ratio() -> None:
     made = compose(source(train=600, test=300), CompositeOptions(singles=300, pairs=30), seed=0)
     assert len(made.train) == 300 * 10 + 45 * 30
     # 300 + 9 × 30 = 570 images a class; of 300 the largest part in the ratio 10 : 1 is 150 + 9 × 15 = 285
     assert len(made.test) == 150 * 10 + 45 * 15
 
 
-def test_the_papers_numbers_given_by_hand_make_the_papers_test_set() -> None:
+def test_papers_numbers_as_explicit_numbers_give_its_test_set() -> None:
     given = Splits(numbered_images([5000] * 10, side=1), numbered_images([1000] * 10, side=1))
     made = compose(given, CompositeOptions(singles=3100, pairs=200), seed=0)
     assert (len(made.train), len(made.test)) == (40_000, 620 * 10 + 45 * 40)
 
 
-def test_one_given_number_sets_the_other_in_the_papers_proportion() -> None:
+def test_one_explicit_number_determines_the_other() -> None:
     by_singles = compose(source(train=600, test=600), CompositeOptions(singles=310), seed=0)
     by_pairs = compose(source(train=600, test=600), CompositeOptions(pairs=20), seed=0)
     for made in (by_singles, by_pairs):
@@ -162,7 +162,7 @@ def test_all_singles_are_kept_and_every_pair_gets_the_same_number() -> None:
     assert pair_counts(made.test.labels)[0, 1] == round(50 * 67 / 133)
 
 
-def test_uneven_classes_take_their_share_of_the_smaller() -> None:
+def test_pairs_of_uneven_classes_follow_the_smaller_class() -> None:
     made = compose(source(train=[100, 200, 1000], test=[100, 200, 1000], classes=3), CompositeOptions(), seed=0).train
     found = pair_counts(made.labels)
     assert (found[0, 1], found[0, 2], found[1, 2]) == (4, 4, 8)
@@ -193,7 +193,7 @@ def test_rows_of_a_shared_store_are_respected() -> None:
     assert {row % 2 for row in used_rows(made.test, full)} == {1}
 
 
-def test_the_seed_decides_everything(cache_folder: Path) -> None:
+def test_composites_depend_on_the_seed(cache_folder: Path) -> None:
     given = source()
     one, same, other = (compose(given, CompositeOptions(), seed).train for seed in (1, 1, 2))
     assert np.array_equal(one.store, same.store)
@@ -226,7 +226,7 @@ def test_large_composites_are_mapped_once_for_each_seed(cache_folder: Path, monk
         ({"singles": 0, "pairs": 0}, "Give both as numbers"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options: dict[str, object], said: str) -> None:
+def test_options_without_any_composite_are_rejected(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CompositeOptions(**options)
 
@@ -234,7 +234,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, object], said:
 @pytest.mark.parametrize(
     "options", [{"singles": 1}, {"pairs": 1}, {"singles": 0, "pairs": 1}, {"singles": 1, "pairs": 0}]
 )
-def test_options_that_make_something_are_taken(options: dict[str, object]) -> None:
+def test_valid_options_are_accepted(options: dict[str, object]) -> None:
     CompositeOptions(**options)
 
 

@@ -37,7 +37,7 @@ def test_a_subset_of_a_subset_is_a_view_with_the_right_samples() -> None:
     assert np.array_equal(part.samples(slice(None)), make_store()[[2, 4]])
 
 
-def test_a_mapped_store_goes_to_another_process_by_name(tmp_path: Path) -> None:
+def test_mapped_store_is_pickled_by_file_name(tmp_path: Path) -> None:
     dataset = mapped_dataset(tmp_path)
     assert mapped_file(dataset.store) == tmp_path / "images.npy"
     pickled = pickle.dumps(dataset)
@@ -48,7 +48,7 @@ def test_a_mapped_store_goes_to_another_process_by_name(tmp_path: Path) -> None:
     assert np.array_equal(copy.labels, make_labels())
 
 
-def test_a_part_of_a_mapped_file_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+def test_part_of_a_mapped_file_is_not_pickled_as_the_whole_file(tmp_path: Path) -> None:
     whole = mapped_dataset(tmp_path)
     part = Dataset(whole.store[1:], make_labels()[1:], ("a", "b"))
     assert mapped_file(part.store) is None
@@ -69,7 +69,7 @@ def test_a_store_in_memory_is_pickled_with_its_contents() -> None:
         ({"groups": np.array(["x"])}, "5 samples and 1 groups"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(change: dict[str, np.ndarray], said: str) -> None:
+def test_arrays_of_wrong_shape_are_rejected(change: dict[str, np.ndarray], said: str) -> None:
     arrays: dict[str, Any] = {"store": make_store(), "labels": make_labels(), "classes": ("a", "b")}
     with pytest.raises(DataError, match=said):
         Dataset(**(arrays | change))

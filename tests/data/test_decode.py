@@ -48,14 +48,14 @@ def test_all_grey_gives_one_channel_and_one_colour_image_gives_three() -> None:
         ([(40, 40), (30, 60)], 16, (16, 16)),
     ],
 )
-def test_the_size_is_native_if_small_and_common(
+def test_small_images_of_one_size_keep_their_size(
     sides: list[tuple[int, int]], size: int | None, expected: tuple[int, int]
 ) -> None:
     files = [encode(random_pixels(*side)) for side in sides]
     assert decoded_images("key", lambda: encoded_files(files), size).store.shape[2:] == expected
 
 
-def test_resizing_is_pillows_bilinear() -> None:
+def test_resizing_equals_pillows_bilinear_filter() -> None:
     pixels = random_pixels(40, 50, 3)
     expected = np.asarray(Image.fromarray(pixels).resize((16, 16), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
     store = decoded_images("key", lambda: encoded_files([encode(pixels)]), 16).store
@@ -100,13 +100,13 @@ def test_an_image_that_cannot_be_decoded_does_not_stop_the_others() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_not_one_that_can_be_opened(count: int) -> None:
+def test_scan_when_no_image_can_be_opened(count: int) -> None:
     found = decoded_images("key", lambda: encoded_files([b"nothing"] * count), None)
     assert list(found.unreadable) == list(range(count))
     assert (found.store.shape[0], found.window, found.notes) == (count, None, ())
 
 
-def test_a_disk_that_fails_is_not_taken_for_a_bad_image(tmp_path: Path, cache_folder: Path) -> None:
+def test_disk_error_is_not_reported_as_bad_image(tmp_path: Path, cache_folder: Path) -> None:
     """It may be better the next time: nothing is cached_json."""
     (tmp_path / "0.png").write_bytes(encode(random_pixels(8, 8)))
     paths = [tmp_path / "0.png", tmp_path / "away.png"]
@@ -127,7 +127,7 @@ def deep_images(*largest: int) -> list[bytes]:
 @pytest.mark.parametrize(
     ("largest", "white"), [(200, 255), (255, 255), (256, 511), (4095, 4095), (3000, 4095), (32768, 65535)]
 )
-def test_the_range_of_16_bit_images_is_the_bits_that_the_set_uses(largest: int, white: int) -> None:
+def test_default_window_of_16_bit_images_is_the_number_of_bits_in_use(largest: int, white: int) -> None:
     found = decoded_images("key", lambda: encoded_files(deep_images(largest, 100)), None)
     assert found.window == (0, white)
     assert found.notes == (f"pixels of more than 8 bits: 0 … {white} became 0 … 255 (data.window)",)
@@ -158,7 +158,7 @@ def tiff(values: np.ndarray) -> bytes:
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
-def test_32_bit_images_need_a_window_and_the_reason_proposes_it(kind: type) -> None:
+def test_32_bit_images_need_a_window_and_the_error_proposes_one(kind: type) -> None:
     files = [tiff(np.array([[-1000, 0], [500, 3000]], kind)), encode(random_pixels(2, 2))]
     found = decoded_images("key", lambda: encoded_files(files), None)
     assert list(found.unreadable) == [0]
@@ -168,20 +168,20 @@ def test_32_bit_images_need_a_window_and_the_reason_proposes_it(kind: type) -> N
     assert read.store[0, 0].tolist() == [[0, 128], [192, 255]]
 
 
-def test_pixels_that_are_no_numbers_are_black() -> None:
+def test_nan_pixels_become_black() -> None:
     files = [tiff(np.array([[np.nan, 1.0], [0.5, np.inf]], np.float32))]
     read = decoded_images("key", lambda: encoded_files(files), None, ReadingOptions(window=(0, 1)))
     assert read.store[0, 0].tolist() == [[0, 255], [128, 255]]
 
 
-def test_16_bit_images_do_not_lend_their_range_to_32_bit_ones() -> None:
+def test_window_of_16_bit_images_is_not_used_for_32_bit_images() -> None:
     files = [*deep_images(4095), tiff(np.ones((2, 2), np.float32))]
     found = decoded_images("key", lambda: encoded_files(files), None)
     assert list(found.unreadable) == [1]
     assert found.window is None, "stored with the experiment it would make the second readable"
 
 
-def test_a_window_for_8_bit_images_is_refused() -> None:
+def test_window_for_8_bit_images_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"data\.window is for images with more than 8 bits"):
         decoded_images("key", lambda: encoded_files([encode(random_pixels(2, 2))]), None, ReadingOptions(window=(0, 9)))
     with pytest.raises(ConfigError, match=r"--window is the value that becomes black.*9, 9"):
@@ -202,12 +202,12 @@ def test_a_window_for_8_bit_images_is_refused() -> None:
         ([(16, 16), (20, 20)], 20, ("images: from 16 × 16 to 20 × 20 resized to 20 × 20 (data.size = 20)",)),
     ],
 )
-def test_resizing_is_said(sides: list[tuple[int, int]], size: int | None, said: tuple[str, ...]) -> None:
+def test_notes_mention_resizing(sides: list[tuple[int, int]], size: int | None, said: tuple[str, ...]) -> None:
     files = [encode(random_pixels(*side)) for side in sides]
     assert decoded_images("key", lambda: encoded_files(files), size).notes == said
 
 
-def test_the_size_that_was_chosen_gives_the_same_images_when_it_is_set(cache_folder: Path) -> None:
+def test_setting_the_derived_size_gives_the_same_images(cache_folder: Path) -> None:
     files = [encode(random_pixels(150, 200))]
     chosen = decoded_images("key", lambda: encoded_files(files), None).store
     assert decoded_images("key", lambda: encoded_files(files), 112).store.filename == chosen.filename  # type: ignore[attr-defined]

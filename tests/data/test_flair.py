@@ -114,7 +114,7 @@ def test_every_layout_gives_the_same_users_images_and_labels(tmp_path: Path, mak
     assert load(f"flair:{kind}", root, size=8).train.samples(slice(0, 1)).shape == (1, 3, 8, 8)
 
 
-def test_only_the_images_that_are_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_requested_images_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw(tmp_path)
     opened: list[str] = []
     decode = image_decoding.decode_image
@@ -162,7 +162,7 @@ BROKEN = (broken_entry, cut_metadata, image_gone, no_folder, empty_folder)
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_what_is_broken_is_said(tmp_path: Path, broken: Any) -> None:
+def test_damaged_flair_data_is_reported(tmp_path: Path, broken: Any) -> None:
     raw(tmp_path)
     said = broken(tmp_path)
     with pytest.raises(DataError) as error:
@@ -170,7 +170,7 @@ def test_what_is_broken_is_said(tmp_path: Path, broken: Any) -> None:
     assert said in str(error.value)
 
 
-def test_all_that_is_broken_is_in_one_report_and_a_truncated_image_is_named_when_it_is_read(tmp_path: Path) -> None:
+def test_all_flair_problems_are_in_one_report_and_a_truncated_image_is_named_when_read(tmp_path: Path) -> None:
     raw(tmp_path)
     words = [broken_entry(tmp_path), image_gone(tmp_path).partition(" of 5")[0]]
     with pytest.raises(DataError, match="2 problems") as error:
@@ -212,7 +212,7 @@ def script() -> Any:
     return module
 
 
-def test_made_users_have_the_published_sizes(script: Any) -> None:
+def test_generated_flair_users_have_the_published_sizes(script: Any) -> None:
     """ml-flair's explore_labels.ipynb: mean 8.345548, std 51.3, quartiles 1, 2, 5, at most 4,151."""
     sizes = script.sizes()
     assert (len(sizes), sizes.sum(), sizes.min(), sizes.max()) == (51_414, 429_078, 1, 4_151)
@@ -221,7 +221,7 @@ def test_made_users_have_the_published_sizes(script: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["raw", "users", "pfl"])
-def test_data_of_flairs_shape_is_written_as_flair_is(
+def test_generated_flair_data_has_flairs_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], script: Any, layout: str
 ) -> None:
     root = tmp_path / "made"
@@ -295,7 +295,7 @@ def write_hub(folder: Path, arrow: bool = False) -> None:
 
 
 @pytest.mark.parametrize("arrow", [False, True])
-def test_hub_datasets_of_numbers_with_names(tmp_path: Path, arrow: bool) -> None:
+def test_hub_dataset_with_label_numbers(tmp_path: Path, arrow: bool) -> None:
     write_hub(tmp_path / "birds", arrow)
     splits = load("hf:birds", tmp_path)
     assert splits.train.classes == ("cat", "dog", "owl")
@@ -304,7 +304,7 @@ def test_hub_datasets_of_numbers_with_names(tmp_path: Path, arrow: bool) -> None
     assert told(splits.test) == {3: {"dog": 1}, 4: {}}
 
 
-def test_hub_datasets_of_names_without_a_test_split(tmp_path: Path) -> None:
+def test_hub_dataset_with_label_names_without_a_test_split(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed (fedmll[tables])")
     labels = [["b"], ["a", "b"], ["a"], ["b"], ["a"], ["a"], ["b"], ["a", "b"], ["b"], ["a"]]
     parquet.write_table(hub_table(list(range(10)), labels), tmp_path / "train-0.parquet")

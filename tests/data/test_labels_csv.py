@@ -52,7 +52,7 @@ def test_a_good_file_has_no_problems(tmp_path: Path) -> None:
 # --- columns
 
 
-def test_columns_that_are_no_classes_are_all_proposed_to_be_ignored(tmp_path: Path) -> None:
+def test_error_proposes_to_ignore_all_columns_that_are_not_classes(tmp_path: Path) -> None:
     text = said(table_of(tmp_path, MESSY))
     assert "3 in column 'Patient' (row 2: 'p1'; row 3: 'p1'; and 1 more)" in text
     assert "2 in column 'age' (row 2: '63'; row 3: '64')" in text, "1 would be a label"
@@ -63,7 +63,7 @@ def test_columns_that_are_no_classes_are_all_proposed_to_be_ignored(tmp_path: Pa
     assert "--group=Patient --ignore=age" in options
 
 
-def test_the_proposal_without_a_patient_column_has_no_group(tmp_path: Path) -> None:
+def test_error_without_patient_column_proposes_no_group(tmp_path: Path) -> None:
     text = said(table_of(tmp_path, MESSY.replace("Patient", "who").replace("age", "it's")))
     assert "data.group" not in text
     assert """--set 'data.ignore=["who","it'"'"'s"]'""" in text, "ready to be copied into a shell"
@@ -73,7 +73,7 @@ def test_the_proposal_without_a_patient_column_has_no_group(tmp_path: Path) -> N
     assert only.endswith("--set data.group=Patient.")
 
 
-def test_many_wrong_columns_are_counted_and_all_proposed(tmp_path: Path) -> None:
+def test_many_wrong_columns_are_counted_and_all_proposed_to_be_ignored(tmp_path: Path) -> None:
     names = [f"c{number}" for number in range(8)]
     text = said(table_of(tmp_path, f"image,cat,{','.join(names)}\n0.png,1{',x' * 8}\n1.png,0{',y' * 8}\n"))
     assert "2 in column 'c4' (row 2: 'x'; and 1 more); and 3 more. A label is 1 (present)" in text
@@ -99,7 +99,7 @@ def test_classes_and_ignore_choose_columns(
     assert (table.patients is not None) == (reading.group is not None)
 
 
-def test_an_ignored_column_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+def test_ignored_column_has_no_effect(tmp_path: Path) -> None:
     text = "image,cat,split,client\n0.png,1,train,a\n1.png,0,test,b\n"
     table = table_of(tmp_path, text, ReadingOptions(ignore=("split", "client")))
     assert table.split is None
@@ -109,7 +109,7 @@ def test_an_ignored_column_is_as_if_it_were_not_there(tmp_path: Path) -> None:
     assert first.names == ["0.png", "1.png"], "now the first column is the image"
 
 
-def test_settings_that_name_no_column_are_said(tmp_path: Path) -> None:
+def test_settings_that_name_a_missing_column_are_reported(tmp_path: Path) -> None:
     reading = ReadingOptions(classes=("cat", "dgo"), ignore=("Age",), group="patients")
     text = said(table_of(tmp_path, MESSY, reading))
     assert "data.classes names 'dgo', which is not a column; did you mean 'dog'" in text
@@ -121,7 +121,7 @@ def test_settings_that_name_no_column_are_said(tmp_path: Path) -> None:
             ReadingOptions(**{name: ("a", "b", "a")})  # type: ignore[arg-type]
 
 
-def test_a_blank_column_without_a_name_is_nothing_and_one_with_content_is_said(tmp_path: Path) -> None:
+def test_unnamed_blank_column_is_ignored_and_one_with_content_is_reported(tmp_path: Path) -> None:
     """The first comes from a comma at the end of every line, the second from pandas' index."""
     table = table_of(tmp_path, "image,cat,\n0.png,1,\n1.png,0, \n")
     table.problems.report()
@@ -129,7 +129,7 @@ def test_a_blank_column_without_a_name_is_nothing_and_one_with_content_is_said(t
     assert "column 1, 4 has no name" in said(table_of(tmp_path, ",image,cat,\n0,0.png,1,1\n1,1.png,0,0\n"))
 
 
-def test_a_client_column_without_a_single_client_is_none(tmp_path: Path) -> None:
+def test_empty_client_column_is_ignored(tmp_path: Path) -> None:
     assert table_of(tmp_path, "image,cat,client\n0.png,1,\n1.png,0, \n").clients is None
     partly = table_of(tmp_path, "image,cat,client\n0.png,1,\n1.png,0,b\n").clients
     assert partly is not None
@@ -139,7 +139,7 @@ def test_a_client_column_without_a_single_client_is_none(tmp_path: Path) -> None
 # --- the list form
 
 
-def test_a_list_says_present_absent_or_nothing(tmp_path: Path) -> None:
+def test_list_form_gives_present_absent_and_unknown(tmp_path: Path) -> None:
     text = "image,labels\n0.png,b|a\n1.png,NONE\n2.png,\n3.png,no finding\n4.png, a |\n"
     table = table_of(tmp_path, text)
     table.problems.report()
@@ -152,18 +152,18 @@ def test_a_list_says_present_absent_or_nothing(tmp_path: Path) -> None:
     assert chosen.labels.tolist() == [[1, 0], [0, 0], [-1, -1], [0, 0], [0, 0]]
 
 
-def test_a_list_of_none_and_a_class_is_a_contradiction(tmp_path: Path) -> None:
+def test_none_together_with_a_class_is_rejected(tmp_path: Path) -> None:
     assert "1 row has both 'none' and a class (row 3: 'none|a')" in said(
         table_of(tmp_path, "image,labels\n0.png,a\n1.png,none|a\n2.png,none|No Finding\n")
     )
 
 
 @pytest.mark.parametrize("cell", ["", "none"])
-def test_lists_without_a_class_are_said(tmp_path: Path, cell: str) -> None:
+def test_lists_without_a_class_are_reported(tmp_path: Path, cell: str) -> None:
     assert "'labels' names no class in any row" in said(table_of(tmp_path, f"image,labels\n0.png,{cell}\n1.png,\n"))
 
 
-def test_a_list_beside_other_columns_proposes_to_ignore_them(tmp_path: Path) -> None:
+def test_labels_column_beside_other_columns_proposes_to_ignore_them(tmp_path: Path) -> None:
     text = "image,labels,age,sex\n0.png,a,3,m\n1.png,b,4,f\n"
     assert """also 'age'; 'sex'.""" in said(table_of(tmp_path, text))
     assert """--set 'data.ignore=["age","sex"]'.""" in said(table_of(tmp_path, text))
@@ -176,7 +176,7 @@ def test_a_list_beside_other_columns_proposes_to_ignore_them(tmp_path: Path) -> 
 # --- images
 
 
-def test_backslashes_are_folders_unless_a_file_is_called_so(tmp_path: Path) -> None:
+def test_backslash_separates_folders_unless_a_file_has_that_name(tmp_path: Path) -> None:
     (tmp_path / "site-a").mkdir()
     for name in ("site-a/7.png", "odd\\8.png"):
         Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / name)
@@ -187,7 +187,7 @@ def test_backslashes_are_folders_unless_a_file_is_called_so(tmp_path: Path) -> N
     assert "row 3: 'site-a/7.png' is already in row 2" in twice
 
 
-def test_what_is_no_file_is_missing(tmp_path: Path) -> None:
+def test_path_that_is_not_a_file_is_missing(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     text = "image,cat,split\nfolder.png,1,train\n,0,train\n0.png,1,test\nbad\0.png,1,train\n"
     found = said(table_of(tmp_path, text))
@@ -203,7 +203,7 @@ def test_what_is_no_file_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_an_image_that_may_not_be_read_is_missing(tmp_path: Path) -> None:
+def test_image_without_read_permission_is_missing(tmp_path: Path) -> None:
     table_of(tmp_path, "image,cat\n0.png,1\n")
     (tmp_path / "0.png").chmod(0)
     assert "1 of its 1 images do not exist" in said(read_labels(tmp_path / "labels.csv", tmp_path))
@@ -222,7 +222,7 @@ def test_rows_are_left_out_of_every_column(tmp_path: Path) -> None:
     assert table.missing == [f"row 3: '{tmp_path / 'lost.png'}'"]
 
 
-def test_no_image_at_all_is_an_error_even_if_they_may_be_left_out(tmp_path: Path) -> None:
+def test_no_existing_image_is_an_error_even_with_skip_unreadable(tmp_path: Path) -> None:
     table = table_of(tmp_path, "image,cat\na.png,1\nb.png,0\n", ReadingOptions(skip_unreadable=True))
     assert "none of its 2 images exists: row 2: " in said(table)
 
@@ -230,7 +230,7 @@ def test_no_image_at_all_is_an_error_even_if_they_may_be_left_out(tmp_path: Path
 # --- patients
 
 
-def test_a_patient_on_two_sides_of_the_files_split_is_named(tmp_path: Path) -> None:
+def test_patient_in_two_parts_of_the_split_is_named(tmp_path: Path) -> None:
     rows = "0.png,1,train,p1\n1.png,1,test,p1\n2.png,1,val,p2\n3.png,1,train,p2\n4.png,0,test,p3\n5.png,0,test,p3\n"
     text = said(table_of(tmp_path, f"image,cat,split,who\n{rows}", ReadingOptions(group="who")))
     assert "2 of 'who' are in more than one part of the split: 'p1'; 'p2'." in text

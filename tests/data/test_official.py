@@ -42,7 +42,7 @@ def told(data: Dataset) -> dict[int, dict[str, int]]:
 
 
 @pytest.mark.parametrize("make", LISTED, ids=lambda make: make.__name__)
-def test_every_image_has_its_labels_on_its_side_of_the_split(tmp_path: Path, make: Maker) -> None:
+def test_official_layout_gives_labels_and_split_of_every_image(tmp_path: Path, make: Maker) -> None:
     made = make(tmp_path)
     splits = load(made.name, tmp_path)
     assert told(splits.train) == made.expected["train"]
@@ -89,7 +89,7 @@ BREAKS = (missing_folder, truncated_image, image_gone, wrong_header)
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.__name__)
 @pytest.mark.parametrize("make", FILES, ids=lambda make: make.__name__)
-def test_what_is_broken_is_said_in_one_paragraph(
+def test_damaged_official_data_is_explained_in_one_paragraph(
     tmp_path: Path, make: Maker, broken: Callable[[Path, Made], str]
 ) -> None:
     made = make(tmp_path)
@@ -114,7 +114,7 @@ def test_all_problems_are_in_the_same_report(tmp_path: Path, make: Maker) -> Non
 
 
 @pytest.mark.parametrize("make", LISTED, ids=lambda make: make.__name__)
-def test_bad_images_can_be_left_out(tmp_path: Path, make: Maker) -> None:
+def test_unreadable_official_images_can_be_skipped(tmp_path: Path, make: Maker) -> None:
     made = make(tmp_path)
     truncated_image(tmp_path, made)
     reading = ReadingOptions(skip_unreadable=True)
@@ -128,9 +128,7 @@ def test_bad_images_can_be_left_out(tmp_path: Path, make: Maker) -> None:
     "name", ["voc:2007", "voc:2012", "coco:2014", "chestxray14", "ham10000", "chexpert", "ich", "medmnist:dermamnist"]
 )
 @pytest.mark.parametrize("root", [None, "empty"])
-def test_data_that_is_not_there_says_what_is_expected_and_where_to_get_it(
-    tmp_path: Path, name: str, root: str | None
-) -> None:
+def test_missing_data_says_what_is_expected_and_where_to_get_it(tmp_path: Path, name: str, root: str | None) -> None:
     with pytest.raises(DataError, match=r"was not found .* Expected: .*https?://"):
         load(name, None if root is None else tmp_path)
 
@@ -140,7 +138,7 @@ def test_data_that_is_not_there_says_what_is_expected_and_where_to_get_it(
 
 @pytest.mark.parametrize("lists", [True, False])
 @pytest.mark.parametrize(("uncertain_labels", "value"), [("unknown", -1), ("present", 1), ("absent", 0), (None, -1)])
-def test_voc_difficult_objects_are_what_is_asked(
+def test_voc_difficult_objects_follow_uncertain_labels(
     tmp_path: Path, lists: bool, uncertain_labels: str | None, value: int
 ) -> None:
     official.voc2007(tmp_path, lists)
@@ -150,7 +148,7 @@ def test_voc_difficult_objects_are_what_is_asked(
     assert splits.test.labels[0, dog] == value
 
 
-def test_voc_needs_a_year_it_has(tmp_path: Path) -> None:
+def test_voc_needs_a_known_year(tmp_path: Path) -> None:
     for name in ("voc", "voc:2010"):
         with pytest.raises(DataError, match="write voc:2007 or voc:2012"):
             load(name, tmp_path)
@@ -179,7 +177,7 @@ def test_chest_x_rays_of_a_view_stay_with_their_patient(tmp_path: Path) -> None:
         load("chestxray14", tmp_path, reading=ReadingOptions(group="Patient Age"))
 
 
-def test_a_patient_on_both_sides_is_refused(tmp_path: Path) -> None:
+def test_patient_in_training_and_test_lists_is_rejected(tmp_path: Path) -> None:
     official.chest(tmp_path)
     (tmp_path / "train_val_list.txt").write_text("00000001_000.png\n00000002_000.png")
     (tmp_path / "test_list.txt").write_text("00000001_001.png\n00000003_000.png")
@@ -201,7 +199,7 @@ def test_ham10000_keeps_lesions_together_and_can_be_composed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("uncertain_labels", "value"), [("unknown", -1), ("present", 1), ("absent", 0)])
-def test_chexpert_uncertain_is_what_is_asked_and_blank_is_unknown(
+def test_chexpert_uncertain_follows_setting_and_blank_is_unknown(
     tmp_path: Path, uncertain_labels: str, value: int
 ) -> None:
     official.chexpert_small(tmp_path)
@@ -220,7 +218,7 @@ def test_chexpert_with_test_labels_has_validation_data(tmp_path: Path) -> None:
     assert splits.validation is not None and numbers_of(splits.validation) == [2] and numbers_of(splits.test) == [5]
 
 
-def test_haemorrhages_are_divided_once_and_every_slice_has_its_types(tmp_path: Path) -> None:
+def test_haemorrhage_split_is_fixed_and_every_slice_has_its_types(tmp_path: Path) -> None:
     official.haemorrhage(tmp_path)
     splits = load("ich", tmp_path)
     assert (len(splits.train), len(splits.test)) == (7, 3)
@@ -269,7 +267,7 @@ def write_medmnist(file: Path, colour: bool, labels: int, **changes: np.ndarray)
     np.savez(file, **arrays | changes)
 
 
-def test_medmnist_of_several_labels_and_of_one(tmp_path: Path) -> None:
+def test_medmnist_with_several_labels_and_with_one(tmp_path: Path) -> None:
     write_medmnist(tmp_path / "chestmnist.npz", False, 14)
     splits = load("medmnist:chestmnist", tmp_path)
     assert splits.train.sample_shape == (1, 28, 28) and splits.train.labels.all()
@@ -285,7 +283,7 @@ def test_medmnist_of_several_labels_and_of_one(tmp_path: Path) -> None:
         load("medmnist:dermamnist_64", tmp_path)
 
 
-def test_bad_medmnist_files_say_all_that_is_wrong(tmp_path: Path) -> None:
+def test_damaged_medmnist_file_reports_all_problems(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no 2-D set 'dermanist' in MedMNIST; did you mean 'dermamnist'"):
         load("medmnist:dermanist", tmp_path)
     wrong = {"train_images": np.zeros((5, 28, 28), np.float32), "val_labels": np.zeros((2, 3), np.uint8)}

@@ -67,7 +67,7 @@ def patients_in(data: Any, rows: np.ndarray | slice = slice(None)) -> set[str]:
 # --- clients
 
 
-def test_a_client_column_makes_natural_clients_and_the_experiment_says_so(tmp_path: Path) -> None:
+def test_client_column_gives_natural_partition_in_the_experiment(tmp_path: Path) -> None:
     found = federation.build(experiment(tmp_path, hospital(tmp_path)))
     assert found.names == ("north", "south")
     assert found.experiment.partition.kind == "natural"
@@ -77,7 +77,7 @@ def test_a_client_column_makes_natural_clients_and_the_experiment_says_so(tmp_pa
     assert again.experiment == found.experiment
 
 
-def test_another_partition_is_made_if_it_is_asked_for(tmp_path: Path) -> None:
+def test_requested_partition_replaces_natural(tmp_path: Path) -> None:
     name = hospital(tmp_path)
     found = federation.build(experiment(tmp_path, name, partition__kind="iid", partition__clients=3))
     assert len(found.names) == 3
@@ -92,7 +92,7 @@ def test_without_clients_the_partition_is_dirichlet_over_ten(tmp_path: Path) -> 
     assert len(found.names) == 10
 
 
-def test_patients_are_clients_only_if_natural_is_asked_for(tmp_path: Path) -> None:
+def test_patients_are_clients_only_with_natural(tmp_path: Path) -> None:
     name = hospital(tmp_path, client=False)
     assert federation.build(experiment(tmp_path, name, **PATIENTS)).experiment.partition.kind == "dirichlet"
     natural = federation.build(experiment(tmp_path, name, **PATIENTS, partition__kind="natural"))
@@ -124,7 +124,7 @@ def test_real_chest_x_rays_still_have_natural_clients(tmp_path: Path) -> None:
     assert len(federation.build(Experiment().changed(wanted)).names) == len(patients)
 
 
-def test_a_run_stores_what_its_data_decided_and_goes_on_with_it(tmp_path: Path) -> None:
+def test_run_stores_derived_settings_and_resumes_with_them(tmp_path: Path) -> None:
     name = hospital(tmp_path, height=150, width=200, bits=12)
     spoil(tmp_path)
     quick = {"model.channels": (4, 8), "training.rounds": 1, "engine.workers": 0}
@@ -164,7 +164,7 @@ def test_without_a_group_the_splits_are_by_image(tmp_path: Path) -> None:
     assert {row // 4 for row in rows.tolist()} & {row // 4 for row in found.validation.rows.tolist()}
 
 
-def test_a_site_holds_out_the_patients_that_a_simulation_does(tmp_path: Path) -> None:
+def test_site_and_simulation_hold_out_the_same_patients(tmp_path: Path) -> None:
     name = hospital(tmp_path, count=80)
     found = federation.build(experiment(tmp_path, name, **PATIENTS, partition__holdout=0.25))
     north = found.train.rows[found.samples[0]]
@@ -186,7 +186,7 @@ def test_a_site_holds_out_the_patients_that_a_simulation_does(tmp_path: Path) ->
     assert np.array_equal(data.train.samples(slice(None)), found.train.samples(found.samples[0]))
 
 
-def test_a_client_whose_patients_are_all_held_out_elsewhere_is_said(tmp_path: Path) -> None:
+def test_client_whose_patients_are_all_held_out_elsewhere_is_reported(tmp_path: Path) -> None:
     name = hospital(tmp_path, count=80, patients_of=20)
     wanted = experiment(tmp_path, name, **PATIENTS, partition__kind="iid", partition__clients=16)
     with pytest.raises(ConfigError, match=r"partition.holdout = 0.9 leaves client c\d+ without training samples"):
@@ -201,7 +201,7 @@ def test_few_patients_with_many_images_can_be_split_and_two_cannot(tmp_path: Pat
         load(hospital(tmp_path, count=60, patients_of=30), tmp_path / "images", reading=reading)
 
 
-def test_a_packed_split_that_divides_a_patient_is_refused_only_with_a_group(tmp_path: Path) -> None:
+def test_packed_split_that_divides_a_patient_is_rejected_only_with_a_group(tmp_path: Path) -> None:
     hospital(tmp_path)
     out, reading = tmp_path / "set.npz", ReadingOptions(ignore=("age", "note"), group="patient")
     pack(tmp_path / "labels.csv", tmp_path / "images", out, reading=reading)
@@ -218,7 +218,7 @@ def test_a_packed_split_that_divides_a_patient_is_refused_only_with_a_group(tmp_
 # --- sizes and depth
 
 
-def test_the_size_is_decided_said_and_stored(tmp_path: Path, cache_folder: Path) -> None:
+def test_derived_size_is_reported_and_stored(tmp_path: Path, cache_folder: Path) -> None:
     name = hospital(tmp_path, count=20, height=150, width=200)
     found = federation.build(experiment(tmp_path, name))
     assert found.notes == ("images: 200 × 150 resized to 112 × 112 (data.size = 112)",)
@@ -262,7 +262,7 @@ def test_scans_of_12_bits_use_the_whole_range_and_the_window_is_stored(tmp_path:
     assert np.array_equal(federation.build(found.experiment).train.store, found.train.store)
 
 
-def test_pack_scales_deep_scans(tmp_path: Path) -> None:
+def test_pack_scales_images_of_more_than_8_bits(tmp_path: Path) -> None:
     hospital(tmp_path, count=20, bits=12)
     reading = ReadingOptions(ignore=("patient", "age", "note"))
     notes = pack(tmp_path / "labels.csv", tmp_path / "images", tmp_path / "set.npz", reading=reading)
@@ -297,7 +297,7 @@ def test_labels_and_images_are_reported_together(tmp_path: Path) -> None:
     assert text.count("--skip-unreadable") == 2
 
 
-def test_skipping_drops_the_rows_everywhere_and_says_how_many(tmp_path: Path) -> None:
+def test_skipped_rows_are_dropped_everywhere_and_counted(tmp_path: Path) -> None:
     name = hospital(tmp_path)
     whole = federation.build(experiment(tmp_path, name, partition__holdout=0.0))
     spoil(tmp_path)
@@ -319,7 +319,7 @@ def test_skipping_drops_the_rows_everywhere_and_says_how_many(tmp_path: Path) ->
             assert by_image[image.tobytes()] == (data.labels[place].tolist(), data.groups[place])
 
 
-def test_nothing_readable_is_an_error_even_if_it_may_be_left_out(tmp_path: Path) -> None:
+def test_no_readable_image_is_an_error_even_with_skip_unreadable(tmp_path: Path) -> None:
     name = hospital(tmp_path)
     for path in (tmp_path / "images").rglob("*.png"):
         path.write_bytes(b"nothing")
@@ -327,7 +327,7 @@ def test_nothing_readable_is_an_error_even_if_it_may_be_left_out(tmp_path: Path)
         federation.build(experiment(tmp_path, name, data__skip_unreadable=True))
 
 
-def test_packed_images_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+def test_unreadable_packed_images_are_skipped(tmp_path: Path) -> None:
     hospital(tmp_path)
     out, reading = tmp_path / "set.npz", ReadingOptions(ignore=("patient", "age", "note"))
     pack(tmp_path / "labels.csv", tmp_path / "images", out, reading=reading)
@@ -343,7 +343,7 @@ def test_packed_images_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     assert splits.notes[0].startswith("images skipped (--skip-unreadable): 1 (1 unreadable): image 4 of ")
 
 
-def test_pack_leaves_out_or_refuses_what_cannot_be_read(tmp_path: Path) -> None:
+def test_pack_skips_or_rejects_unreadable_images(tmp_path: Path) -> None:
     hospital(tmp_path)
     spoil(tmp_path)
     columns, out = ("patient", "age", "note"), tmp_path / "set.npz"
@@ -361,7 +361,7 @@ def test_pack_leaves_out_or_refuses_what_cannot_be_read(tmp_path: Path) -> None:
 # --- a site, and the command line
 
 
-def test_a_site_has_the_same_choices(tmp_path: Path) -> None:
+def test_site_has_the_same_reading_options(tmp_path: Path) -> None:
     hospital(tmp_path, bits=12)
     spoil(tmp_path)
     bare = Site(name="north", csv=tmp_path / "labels.csv", images=tmp_path / "images", state_dir=tmp_path / "memory")
@@ -401,7 +401,7 @@ def test_colour_images_do_not_fit_a_grey_federation(tmp_path: Path) -> None:
         site_data.load_site_data(here, ("sick",), (1, 8, 8), seed=0, holdout=0.0)
 
 
-def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_options_for_own_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hospital(tmp_path, bits=12)
     spoil(tmp_path)
@@ -440,12 +440,12 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("packed:x.npz", ReadingOptions(ignore=("x",)), "data.ignore is for folder:labels.csv"),
     ],
 )
-def test_settings_that_mean_nothing_for_a_source_are_refused(name: str, reading: ReadingOptions, said: str) -> None:
+def test_settings_that_a_source_does_not_use_are_rejected(name: str, reading: ReadingOptions, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(name, reading=reading)
 
 
-def test_the_recipe_of_dermamnist_on_ham10000() -> None:
+def test_dermamnist_composites_of_ham10000() -> None:
     """All singles and 50 composites a pair of the 7 classes, as docs/guide/data.md says; by lesion."""
     file = REAL / "ham10000_200x150.npz"
     if not file.exists():

@@ -26,7 +26,9 @@ from fedmll.testing import experiment
     sampling=st.sampled_from(["uniform", "size"]),
     round=st.integers(0, 1000),
 )
-def test_distinct_clients_in_order_as_many_as_asked(sizes: list[int], share: float, sampling: str, round: int) -> None:
+def test_requested_number_of_distinct_clients_in_order(
+    sizes: list[int], share: float, sampling: str, round: int
+) -> None:
     chosen = choose_clients(sizes, round, 7, fraction=share, sampling=sampling)
     assert len(chosen) == ceil(Fraction(str(share)) * len(sizes))
     assert (np.diff(chosen) > 0).all()
@@ -34,7 +36,7 @@ def test_distinct_clients_in_order_as_many_as_asked(sizes: list[int], share: flo
     assert (chosen == choose_clients(sizes, round, 7, fraction=share, sampling=sampling)).all()
 
 
-def test_how_many() -> None:
+def test_number_of_chosen_clients() -> None:
     sizes = [5] * 50
     assert len(choose_clients(sizes, 1, 0)) == 50
     assert len(choose_clients(sizes, 1, 0, fraction=0.001)) == 1
@@ -59,7 +61,7 @@ def test_a_fraction_is_rounded_up(fraction: float, clients: int, expected: int) 
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "size"])
-def test_seed_and_round_decide(sampling: str) -> None:
+def test_choice_depends_on_seed_and_round(sampling: str) -> None:
     sizes = np.arange(1, 101)
     picks = {
         (seed, r): tuple(choose_clients(sizes, r, seed, count=10, sampling=sampling))
@@ -69,14 +71,14 @@ def test_seed_and_round_decide(sampling: str) -> None:
     assert len(set(picks.values())) == 40
 
 
-def test_uniform_gives_all_the_same_chance() -> None:
+def test_uniform_sampling_gives_equal_chances() -> None:
     sizes = [1, 10, 100, 1000, 10_000]
     rounds = 4_000
     counts = np.bincount(np.concatenate([choose_clients(sizes, r, 0, count=2) for r in range(rounds)]), minlength=5)
     assert np.allclose(counts / rounds, 0.4, atol=0.04)  # five standard deviations
 
 
-def test_size_gives_chances_in_proportion() -> None:
+def test_size_sampling_gives_chances_in_proportion() -> None:
     sizes = np.array([10, 20, 30, 40])
     rounds = 4_000
     counts = np.bincount(np.concatenate([choose_clients(sizes, r, 0, count=1, sampling="size") for r in range(rounds)]))
@@ -108,19 +110,19 @@ def test_clients_without_data_come_last() -> None:
         ({"count": 4}, "use 1 to 3"),
     ],
 )
-def test_what_is_impossible_is_refused(options: dict[str, object], hint: str) -> None:
+def test_impossible_count_is_rejected(options: dict[str, object], hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         choose_clients([1, 2, 3], 0, 0, **options)  # type: ignore[arg-type]
     assert hint in str(error.value) and "\n" not in str(error.value)
 
 
-def test_no_clients_at_all_is_refused() -> None:
+def test_no_clients_is_rejected() -> None:
     with pytest.raises(ConfigError, match="no client"):
         choose_clients([], 0, 0)
 
 
 @pytest.mark.parametrize(("count", "share", "held"), [(9, 0.1, 0), (10, 0.1, 1), (8, 0.0, 0), (7, 0.5, 3)])
-def test_who_has_too_few_samples_holds_nothing_out(count: int, share: float, held: int) -> None:
+def test_client_with_too_few_samples_holds_out_nothing(count: int, share: float, held: int) -> None:
     rows = np.array([5, 3, 90, 14, 8, 2, 61, 30, 77, 40])[:count]
     kept, out = split_holdout(rows, share, 0, "a")
     assert len(out) == held
@@ -129,7 +131,7 @@ def test_who_has_too_few_samples_holds_nothing_out(count: int, share: float, hel
     assert (np.diff(kept) > 0).all()
 
 
-def test_nobody_draws_what_he_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_random_draw_without_holdout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream takes 0.1 ms, and there may be 51,414 clients with 8 samples each."""
     monkeypatch.setattr(federation, "numpy_generator", None)
     assert split_holdout(np.arange(9), 0.1, 0, "a")[0].tolist() == list(range(9))

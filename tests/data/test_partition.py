@@ -223,7 +223,7 @@ def test_iid_is_an_equal_split_of_everything(samples: int, clients: int, seed: i
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "labels-per-client"])
-def test_the_seed_decides(kind: str) -> None:
+def test_partition_depends_on_the_seed(kind: str) -> None:
     labels = synthetic(1, 600, 8)
     first, again, other = (partition(labels, kind, 6, seed, presence=0.5, labels_per_client=4) for seed in (5, 5, 6))
     assert (owners(first) == owners(again)).all() and (first.allowed == again.allowed).all()
@@ -232,7 +232,7 @@ def test_the_seed_decides(kind: str) -> None:
         assert (first.allowed != other.allowed).any()
 
 
-def test_beta_does_not_change_who_may_show_what_and_the_rule_does_not_move_what_fits() -> None:
+def test_beta_does_not_change_allowed_classes_and_unassignable_rule_does_not_move_other_samples() -> None:
     labels = synthetic(2, 800, 10, density=0.3)
     base = partition(labels, "dirichlet", 8, 0, beta=0.1, presence=0.4)
     even = partition(labels, "dirichlet", 8, 0, beta=10, presence=0.4)
@@ -244,7 +244,7 @@ def test_beta_does_not_change_who_may_show_what_and_the_rule_does_not_move_what_
     assert (owners(base)[fits] == owners(withheld)[fits]).all()
 
 
-def test_what_is_not_said_is_half_beta_all_classes_drop_two_labels_and_one_sample() -> None:
+def test_default_partition_settings() -> None:
     labels = synthetic(4, 400, 12, density=0.2)
     bare = partition(labels, "dirichlet", 12, 0)
     full = partition(labels, "dirichlet", 12, 0, beta=0.5, presence=1.0, unassignable="drop", minimum=1)
@@ -261,12 +261,12 @@ def test_what_is_not_said_is_half_beta_all_classes_drop_two_labels_and_one_sampl
     ("clients", "first", "last"),
     [(1, "c000", "c000"), (12, "c000", "c011"), (1000, "c000", "c999"), (1001, "c0000", "c1000")],
 )
-def test_names_are_as_long_as_the_last_needs(clients: int, first: str, last: str) -> None:
+def test_client_names_have_equal_length(clients: int, first: str, last: str) -> None:
     names = partition(np.zeros((1001, 2), dtype=np.int8), "iid", clients, 0).names
     assert (names[0], names[-1], len(set(names))) == (first, last, clients)
 
 
-def test_the_limits_themselves_are_possible() -> None:
+def test_largest_and_smallest_allowed_values_work() -> None:
     labels = np.repeat(np.eye(4, dtype=np.int8), 6, axis=0)
     assert len(partition(labels, "iid", 24, 0).clients) == 24  # as many clients as samples
     full = partition(labels, "dirichlet", 12, 0, minimum=2)  # every sample is needed for the minimum
@@ -279,7 +279,7 @@ def test_the_limits_themselves_are_possible() -> None:
     assert partition(labels, "natural", 1, 0, groups=groups).names == ("c000",)
 
 
-def test_the_report_counts_what_was_touched() -> None:
+def test_report_counts_affected_samples() -> None:
     """Clients of one class each: {0, 1} fits nowhere, and the two samples of it are the ones touched."""
     labels = np.array([[1, 0]] * 5 + [[0, 1]] * 5 + [[1, 1]] * 2, dtype=np.int8)
     reports = {
@@ -321,7 +321,7 @@ def test_small_beta_is_skewed_and_large_beta_is_even(beta: float) -> None:
     assert abs(np.mean(shares) - reference.mean()) < 0.005 + 4 * reference.std() / np.sqrt(len(shares))
 
 
-def test_a_sample_goes_by_the_product_of_its_classes_proportions() -> None:
+def test_sample_is_assigned_by_the_product_of_its_classes_shares() -> None:
     labels = np.repeat(np.array([[1, 0], [0, 1], [1, 1]], dtype=np.int8), 20_000, axis=0)
     result = partition(labels, "dirichlet", 3, 4, beta=2.0)
     first, second, both = (np.bincount(part, minlength=3) / 20_000 for part in np.split(owners(result), 3))
@@ -349,7 +349,7 @@ def test_no_finding_is_spread_evenly() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.05, 0.01])
-def test_voc2012_is_divided_as_figure_11_of_fednca_ml_says(beta: float) -> None:
+def test_voc2012_partition_matches_figure_11_of_fednca_ml(beta: float) -> None:
     """γ = 0.5: at most 10 of the 20 classes a client; with so small a β nearly all of a class is at two clients."""
     result = partition(voc2012(), "dirichlet", 10, 0, beta=beta, presence=0.5, minimum=32)
     check_restricted(voc2012(), result, 10, "drop", 32)
@@ -361,7 +361,7 @@ def test_voc2012_is_divided_as_figure_11_of_fednca_ml_says(beta: float) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.1])
-def test_chest_x_rays_are_divided_as_figure_12_of_fednca_ml_says(beta: float) -> None:
+def test_chest_x_ray_partition_matches_figure_12_of_fednca_ml(beta: float) -> None:
     """γ = 0.5: at most 7 of the 14 findings a client; the healthy images, more than half of all, are spread evenly."""
     result = partition(chest(), "dirichlet", 10, 0, beta=beta, presence=0.5, minimum=32)
     check_restricted(chest(), result, 7, "drop", 32)
@@ -371,7 +371,7 @@ def test_chest_x_rays_are_divided_as_figure_12_of_fednca_ml_says(beta: float) ->
     assert max(healthy) - min(healthy) <= 1 and sum(healthy) == 60_361
 
 
-def test_frequent_combinations_fit_somewhere() -> None:
+def test_frequent_combinations_fit_some_client() -> None:
     """Four blocks of three classes, all three together in most samples; rare pairs across the blocks must give way."""
     blocks = np.repeat(np.kron(np.eye(4, dtype=np.int8), np.ones(3, dtype=np.int8)), 50, axis=0)
     across = np.zeros((3, 12), dtype=np.int8)
@@ -421,7 +421,7 @@ def pin(labels: Labels, **settings: object) -> str:
         ),
     ],
 )
-def test_two_hundred_clients_are_dealt_as_they_were_before_it_became_faster(
+def test_partition_of_two_hundred_clients_did_not_change(
     settings: dict[str, object], few_classes: str, many_classes: str
 ) -> None:
     """The hashes are of the code that looked at every client for every combination."""
@@ -430,7 +430,7 @@ def test_two_hundred_clients_are_dealt_as_they_were_before_it_became_faster(
 
 
 @pytest.mark.parametrize("presence", [1.0, 0.5])
-def test_a_client_a_user_of_flair_takes_less_than_10_seconds(presence: float) -> None:
+def test_one_client_per_flair_user_takes_less_than_10_seconds(presence: float) -> None:
     """51,414 clients, many of them too small at first: each is filled up without a look at all samples."""
     rng = np.random.default_rng(0)
     labels = singles_and_pairs(17, singles=1, pairs=1)[rng.integers(0, 153, 400_000)]
@@ -465,7 +465,7 @@ def test_small_clients_are_filled_up() -> None:
 # Natural
 
 
-def test_natural_is_a_client_a_group() -> None:
+def test_natural_has_one_client_per_group() -> None:
     labels = synthetic(0, 6, 2)
     groups = np.array(["ward", "clinic", "ward", "user 7", "clinic", "ward"])
     result = partition(labels, "natural", None, 0, groups=groups, minimum=2)
@@ -478,7 +478,7 @@ def test_natural_is_a_client_a_group() -> None:
 
 @quick
 @given(groups=st.lists(st.integers(0, 30), min_size=10, max_size=200), clients=st.integers(1, 8))
-def test_more_groups_than_clients_are_dealt_whole_and_evenly(groups: list[int], clients: int) -> None:
+def test_groups_are_combined_into_clients_of_similar_size(groups: list[int], clients: int) -> None:
     names = np.array([f"g{group}" for group in groups])
     assume(len(set(groups)) > clients)
     result = partition(synthetic(0, len(groups), 2), "natural", clients, 0, groups=names)
@@ -489,7 +489,7 @@ def test_more_groups_than_clients_are_dealt_whole_and_evenly(groups: list[int], 
     assert sizes.max() - sizes.min() <= np.unique(names, return_counts=True)[1].max()
 
 
-def test_large_groups_are_dealt_first() -> None:
+def test_large_groups_are_assigned_first() -> None:
     groups = np.array(["a", "b", "c", "z", "z", "z"])
     result = partition(synthetic(0, 6, 2), "natural", 2, 0, groups=groups)
     assert [positions.tolist() for positions in result.clients] == [[3, 4, 5], [0, 1, 2]]
@@ -526,7 +526,7 @@ def test_single_labels_are_never_dropped_and_shared_evenly_by_their_owners() -> 
         ({"kind": "natural", "groups": np.array(["a"] * 50)}, "partition.clients", "more than the 1 groups"),
     ],
 )
-def test_what_is_impossible_is_refused_in_one_paragraph(changes: dict[str, object], key: str, hint: str) -> None:
+def test_impossible_partition_is_rejected_in_one_paragraph(changes: dict[str, object], key: str, hint: str) -> None:
     asked = {"kind": "dirichlet", "clients": 5, "seed": 0} | changes
     with pytest.raises(ConfigError) as error:
         partition(synthetic(0, 50, 10), **asked)  # type: ignore[arg-type]
@@ -534,7 +534,7 @@ def test_what_is_impossible_is_refused_in_one_paragraph(changes: dict[str, objec
     assert "\n" not in str(error.value)
 
 
-def test_the_advice_given_is_enough() -> None:
+def test_following_the_advice_works() -> None:
     """1/3 rounded to the nearest thousandth, 0.333, would be refused again."""
     labels = np.eye(3, dtype=np.int8)
     with pytest.raises(ConfigError, match=r"to 0\.334 or more"):
@@ -542,6 +542,6 @@ def test_the_advice_given_is_enough() -> None:
     assert partition(labels, "dirichlet", 3, 0, presence=0.334).allowed.sum() == 3
 
 
-def test_a_sample_without_a_group_is_refused() -> None:
+def test_sample_without_a_client_is_rejected() -> None:
     with pytest.raises(DataError, match="1 of the 3 training samples have no client, the first at position 1"):
         partition(synthetic(0, 3, 2), "natural", None, 0, groups=np.array(["a", "", "b"]))

@@ -29,7 +29,7 @@ def of_file(file: Path, **more: Any) -> federation.Federation:
 
 
 @pytest.mark.parametrize("unassignable", ["drop", "withhold", "negative"])
-def test_a_frozen_federation_is_the_same_for_everybody(tmp_path: Path, unassignable: str) -> None:
+def test_partition_file_restores_the_same_federation(tmp_path: Path, unassignable: str) -> None:
     made = federation.build(
         small(**SKEWED, partition__unassignable=unassignable, annotation__kind="missing", annotation__missing=3)
     )
@@ -47,7 +47,7 @@ def test_a_frozen_federation_is_the_same_for_everybody(tmp_path: Path, unassigna
     assert write_partition_file(again, tmp_path / "again.json") == checksum
 
 
-def test_a_frozen_federation_trains_to_the_same_bits(tmp_path: Path) -> None:
+def test_run_with_partition_file_gives_the_same_weights(tmp_path: Path) -> None:
     plain = round_loop.run(small(**SKEWED), tmp_path / "one")
     write_partition_file(federation.build(small(**SKEWED)), tmp_path / "mine.json")
     frozen = small(partition__kind="file", partition__clients=None, partition__file=str(tmp_path / "mine.json"))
@@ -57,7 +57,7 @@ def test_a_frozen_federation_trains_to_the_same_bits(tmp_path: Path) -> None:
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_command_and_what_other_frameworks_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freeze_command_writes_documented_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["data", "freeze", "--clients", "3", "--set", "data.limit=90", "--out", "three.json"]
     said = CliRunner().invoke(app, words)
@@ -77,7 +77,7 @@ def test_the_command_and_what_other_frameworks_read(tmp_path: Path, monkeypatch:
         (lambda values: values.pop("checksum"), "is not a file of `fedmll data freeze`"),
     ],
 )
-def test_a_file_that_was_changed_is_refused(tmp_path: Path, change: Any, said: str) -> None:
+def test_changed_partition_file_is_rejected(tmp_path: Path, change: Any, said: str) -> None:
     file = tmp_path / "mine.json"
     write_partition_file(federation.build(small()), file)
     values = json.loads(file.read_text())
@@ -87,7 +87,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path, change: Any, said: s
         of_file(file)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_partition_file_for_other_data_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     write_partition_file(federation.build(small()), file)
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         federation.build(small(partition__kind="file"))
     with pytest.raises(ConfigError, match="cannot be read"):
         of_file(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="cannot be written to a partition file"):
+    with pytest.raises(ConfigError, match="cannot contain samples of the server"):
         write_partition_file(federation.build(small(partition__server=0.2)), file)
     with pytest.raises(ConfigError, match="cannot contain changed images"):
         write_partition_file(federation.build(small(partition__kind="feature-skew")), file)
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 # Looks
 
 
-def test_every_client_has_a_look_and_nothing_else_changes() -> None:
+def test_feature_skew_changes_only_the_appearance_of_images() -> None:
     plain = federation.build(small(partition__kind="iid", partition__clients=8))
     found = federation.build(small(partition__kind="feature-skew", partition__clients=8))
     assert sum(map(len, found.samples)) == sum(map(len, plain.samples))
@@ -131,7 +131,7 @@ def test_every_client_has_a_look_and_nothing_else_changes() -> None:
     assert found.fingerprints["training"]["images"] != plain.fingerprints["training"]["images"]
 
 
-def test_looks_are_what_they_are_called() -> None:
+def test_appearances_change_pixels_as_documented() -> None:
     images = np.random.default_rng(0).integers(256, size=(2, 3, 8, 12), dtype=np.uint8)
     values = images / 255
     assert np.array_equal(change_appearance(images, "plain"), images)
@@ -145,7 +145,7 @@ def test_looks_are_what_they_are_called() -> None:
     assert abs(int(coarse[0, 0]) - images[0, 0, :4, :4].mean()) <= 1
 
 
-def test_feature_vectors_have_no_looks(tmp_path: Path) -> None:
+def test_feature_skew_rejects_feature_vectors(tmp_path: Path) -> None:
     numbers = np.arange(40) % 2
     vectors = np.random.default_rng(0).random((40, 3)).astype(np.float32)
     np.savez(tmp_path / "f.npz", x_train=vectors, y_train=numbers, x_test=vectors, y_test=numbers)

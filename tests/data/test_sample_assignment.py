@@ -34,7 +34,7 @@ def test_combinations_are_the_distinct_rows(monkeypatch: pytest.MonkeyPatch, cla
 
 
 @pytest.mark.parametrize("cells", [1, 30, 1 << 20])
-def test_a_deal_is_right_to_within_one_sample(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
+def test_assignment_is_proportional_to_within_one_sample(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
     """Twelve clients, shares written down here: a combination goes by the product of its classes' shares."""
     monkeypatch.setattr(sample_assignment, "CELLS_AT_ONCE", cells)
     rng = np.random.default_rng(0)
@@ -58,7 +58,7 @@ def test_a_deal_is_right_to_within_one_sample(monkeypatch: pytest.MonkeyPatch, c
     assert all(part != sorted(part) for part in order)  # which of the samples is drawn by lot
 
 
-def test_a_deal_counts_what_even_the_best_client_misses() -> None:
+def test_assignment_counts_labels_that_fit_no_client() -> None:
     labels = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=np.int8)
     allowed = np.array([[True, False, False], [False, True, False], [False, False, True]])
     deal = sample_assignment.assign_samples(
@@ -68,7 +68,7 @@ def test_a_deal_counts_what_even_the_best_client_misses() -> None:
     assert deal.owner[2] == 0 and deal.owner[1] in (0, 1)
 
 
-def test_proportions_are_over_the_clients_that_allow_a_class() -> None:
+def test_shares_are_over_the_clients_that_allow_a_class() -> None:
     allowed = np.random.default_rng(0).random((12, 40)) < 0.4
     allowed[3] = True
     log_share = sample_assignment.draw_dirichlet_shares(allowed, 0.3, np.random.default_rng(1))
@@ -80,7 +80,7 @@ def sets(allowed: NDArray[np.bool_]) -> list[list[int]]:
     return sorted(np.flatnonzero(row).tolist() for row in allowed)
 
 
-def test_room_for_classes_that_nobody_has_is_not_given_away() -> None:
+def test_places_for_classes_without_a_client_stay_reserved() -> None:
     """Two clients of two of four classes. After {0, 1} there is room for two classes, and two are nobody's: {0, 2},
     frequent as it is, would leave one of them out."""
     labels = np.repeat(np.array([[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]], dtype=np.int8), [9, 8, 7], axis=0)
@@ -105,7 +105,7 @@ def test_a_combination_goes_where_it_needs_the_fewest_new_classes() -> None:
         assert allowed.any(axis=0).all() and (allowed.sum(axis=1) == 3).all()
 
 
-def test_among_equal_clients_the_emptiest_is_taken_and_then_the_lot_decides() -> None:
+def test_ties_go_to_the_emptiest_client_and_then_to_a_random_one() -> None:
     labels = np.repeat(np.kron(np.eye(12, dtype=np.int8), np.ones((1, 2), dtype=np.int8)), range(30, 18, -1), axis=0)
     opened = set()
     for seed in range(20):
@@ -120,13 +120,13 @@ def test_among_equal_clients_the_emptiest_is_taken_and_then_the_lot_decides() ->
 
 @quick
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 40))
-def test_the_least_is_the_first_of_a_sort(seed: int, size: int) -> None:
+def test_lexicographic_argmin_equals_the_first_of_a_sort(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
     first, second, third = rng.integers(0, 3, size), rng.integers(0, 3, size), rng.random(size)
     assert sample_assignment._lexicographic_argmin(first, second, third) == np.lexsort((third, second, first))[0]
 
 
-def test_proportions_have_the_variance_of_a_dirichlet() -> None:
+def test_shares_have_the_variance_of_a_dirichlet() -> None:
     """Var = (1/K)(1 − 1/K)/(Kβ + 1), mean 1/K: over 20,000 classes, for β from skewed to even."""
     allowed = np.ones((5, 20_000), dtype=bool)
     for beta in (0.05, 0.5, 5.0):
@@ -149,21 +149,21 @@ def a_b_deal(b_samples: int) -> sample_assignment.Assignment:
     )
 
 
-def test_samples_pass_through_a_client_that_can_spare_none() -> None:
+def test_samples_move_through_a_client_without_spare_samples() -> None:
     deal = a_b_deal(b_samples=4)
     sample_assignment.enforce_minimum(deal, 2, NAMES, np.random.default_rng(0))
     assert sorted(deal.owner[:2]) == [0, 0]
     assert sorted(deal.owner[2:]) == [1, 1, 2, 2]
 
 
-def test_a_minimum_that_no_deal_can_meet_is_refused() -> None:
+def test_minimum_that_no_assignment_can_meet_is_rejected() -> None:
     deal = a_b_deal(b_samples=20)
     with pytest.raises(ConfigError, match=r"partition\.minimum = 3 cannot be met: client c000") as error:
         sample_assignment.enforce_minimum(deal, 3, NAMES, np.random.default_rng(0))
     assert "\n" not in str(error.value)
 
 
-def test_no_more_samples_move_than_are_lacking() -> None:
+def test_no_more_samples_move_than_needed() -> None:
     """Sizes 0, 5 and 5 with a minimum of 3: both large clients give, and neither has to be filled up again."""
     combinations = sample_assignment.find_combinations(np.ones((10, 1), dtype=np.int8))
     before = np.repeat([1, 2], 5)
@@ -175,7 +175,7 @@ def test_no_more_samples_move_than_are_lacking() -> None:
     assert sorted(np.bincount(deal.owner)) == [3, 3, 4]
 
 
-def test_samples_without_a_positive_move_only_if_need_be() -> None:
+def test_samples_without_a_positive_move_last() -> None:
     labels = np.array([[1]] * 5 + [[0]] * 5, dtype=np.int8)
     deal = sample_assignment.Assignment(
         sample_assignment.find_combinations(labels),
@@ -236,7 +236,7 @@ def filled_up_plainly(
     fullness=st.floats(0.2, 1),
     dropped=st.booleans(),
 )
-def test_filling_up_is_the_plain_search(
+def test_enforce_minimum_equals_a_plain_search(
     seed: int, classes: int, clients: int, most: int, fullness: float, dropped: bool
 ) -> None:
     rng = np.random.default_rng(seed)

@@ -47,7 +47,7 @@ def read_pixels(number: int, side: int = 12, colour: bool = True) -> np.ndarray:
 # --- digits
 
 
-def test_digits_are_scikit_learns_times_sixteen_split_by_class() -> None:
+def test_digits_equal_scikit_learns_times_sixteen_split_by_class() -> None:
     splits = load("digits", seed=3)
     assert splits.train.sample_shape == (1, 8, 8)
     assert (len(splits.train), len(splits.test)) == (1438, 359)
@@ -62,9 +62,7 @@ def test_digits_are_scikit_learns_times_sixteen_split_by_class() -> None:
 
 
 @pytest.mark.parametrize("from_file", [True, False])
-def test_digits_are_scikit_learns_whether_its_file_is_found_or_not(
-    monkeypatch: pytest.MonkeyPatch, from_file: bool
-) -> None:
+def test_digits_are_the_same_without_scikit_learns_file(monkeypatch: pytest.MonkeyPatch, from_file: bool) -> None:
     original = load_digits()
     if from_file:
         monkeypatch.setattr("sklearn.datasets.load_digits", None)
@@ -145,7 +143,7 @@ def test_cifar10_reads_an_npz(tmp_path: Path, root: str) -> None:
     assert np.array_equal(splits.test.labels.argmax(axis=1), y_test)
 
 
-def test_a_batch_that_wants_to_run_something_is_refused(tmp_path: Path) -> None:
+def test_cifar10_batch_with_code_is_rejected(tmp_path: Path) -> None:
     write_batches(tmp_path)
     witness = tmp_path / "witness"
 
@@ -348,7 +346,7 @@ def test_a_packed_image_that_is_damaged_is_named(tmp_path: Path) -> None:
         load(write_packed(tmp_path, jpeg=jpeg, name=np.array([f"scan{number}.png" for number in range(10)])))
 
 
-def test_a_packed_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_packed_is_rejected(tmp_path: Path) -> None:
     for name, content in (("a.npz", b"nothing"), ("b.npz", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=name):
@@ -423,7 +421,7 @@ TABLE = """image,cat,dog,split,client
 """
 
 
-def test_folder_with_a_column_a_class(tmp_path: Path) -> None:
+def test_folder_with_one_column_per_class(tmp_path: Path) -> None:
     splits = load(write_folder(tmp_path, TABLE), tmp_path / "images")
     assert splits.train.classes == ("cat", "dog")
     assert splits.train.labels.tolist() == [[1, 0], [0, 1], [-1, 1], [1, 1]]
@@ -505,12 +503,12 @@ def test_bad_rows_are_named(tmp_path: Path, old: str, new: str, said: str) -> No
 
 
 @pytest.mark.parametrize("text", ["", "\n", "image,cat\n"])
-def test_an_empty_csv_is_said(tmp_path: Path, text: str) -> None:
+def test_empty_csv_is_reported(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"labels.csv' is empty"):
         load(write_folder(tmp_path, text, 0), tmp_path / "images")
 
 
-def test_a_csv_without_classes_in_another_encoding_or_missing_is_said(tmp_path: Path) -> None:
+def test_csv_without_classes_in_another_encoding_or_missing_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no class column besides 'image'"):
         load(write_folder(tmp_path, "image,split\n0.png,train\n"), tmp_path / "images")
     (tmp_path / "labels.csv").write_bytes("image,Käse\n0.png,1\n".encode("latin1"))
@@ -529,7 +527,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
         load(name, tmp_path / "images")
 
 
-def test_a_class_never_seen_in_training_is_named_unless_it_is_one_site(tmp_path: Path) -> None:
+def test_class_without_training_positives_is_named_except_at_a_site(tmp_path: Path) -> None:
     rows = "".join(f"{number}.png,{number % 2},,{'test' if number > 4 else 'train'}\n" for number in range(8))
     name = write_folder(tmp_path, "image,cat,dog,split\n" + rows)
     with pytest.raises(DataError, match=r"labels.csv': no training sample has the class 'dog'"):
@@ -538,7 +536,7 @@ def test_a_class_never_seen_in_training_is_named_unless_it_is_one_site(tmp_path:
     assert set(splits.train.labels[:, 1].tolist()) == {-1}
 
 
-def test_many_classes_never_seen_are_not_all_listed(tmp_path: Path) -> None:
+def test_many_classes_without_positives_are_not_all_listed(tmp_path: Path) -> None:
     header = "image,split,cat," + ",".join(f"c{number}" for number in range(30))
     rows = "".join(f"{n}.png,{'test' if n > 4 else 'train'},1{',0' * 30}\n" for n in range(8))
     with pytest.raises(DataError, match=r"classes 'c0', 'c1', 'c2', 'c3', 'c4' and 25 more"):
@@ -652,7 +650,7 @@ def test_features_are_float32_with_three_valued_targets(tmp_path: Path) -> None:
     assert not splits.train.is_images
 
 
-def test_features_with_class_numbers_name_the_classes_themselves(tmp_path: Path) -> None:
+def test_features_with_class_numbers_get_class_names(tmp_path: Path) -> None:
     splits = load(write_features(tmp_path, y_train=np.array([0, 1, 2, 0, 1, 2]), y_test=np.array([0, 1, 0])))
     assert splits.test.labels.tolist() == [[1, 0, 0], [0, 1, 0], [1, 0, 0]]
     assert splits.test.classes == ("class 0", "class 1", "class 2")
@@ -687,12 +685,12 @@ def test_bad_features_are_explained(tmp_path: Path, changes: dict[str, np.ndarra
         ("ml-features:x.npz", "composites are made of images"),
     ],
 )
-def test_a_wrong_name_gets_the_right_one(name: str, said: str) -> None:
+def test_unknown_source_suggests_a_name(name: str, said: str) -> None:
     with pytest.raises(DataError, match=said):
         load(name)
 
 
-def test_options_where_they_mean_nothing_are_refused() -> None:
+def test_composite_options_of_other_sources_are_rejected() -> None:
     with pytest.raises(ConfigError, match="'ml-digits'"):
         load("digits", options={"layout": "blend"})
     with pytest.raises(ConfigError, match=r"data.size must be"):

@@ -30,13 +30,13 @@ def test_one_hot_and_class_numbers_out_of_range() -> None:
             one_hot(np.array([0, wrong, wrong]), 3, "here")
 
 
-def test_a_class_has_one_name() -> None:
+def test_repeated_class_name_is_rejected() -> None:
     check_classes(("a", "b"), "here")
     with pytest.raises(DataError, match="here: the class 'b' appears twice"):
         check_classes(("a", "b", "c", "b"), "here")
 
 
-def test_three_values_and_nothing_else() -> None:
+def test_targets_other_than_1_0_and_minus_1_are_rejected() -> None:
     assert parse_targets(np.array([[1, -1, 0]]), ("a", "b", "c"), "here").tolist() == [[1, -1, 0]]
     assert parse_targets(np.array([[True, False]]), ("a", "b"), "here").tolist() == [[1, 0]]
     assert parse_targets(np.array([1, 0], np.uint8), ("a", "b"), "here").tolist() == [[0, 1], [1, 0]]
@@ -86,7 +86,7 @@ def test_groups_are_drawn_whole_about_a_fifth_and_rare_classes_stay_in_training(
     assert abs((alone == 2).mean() - 0.2) < 0.02
 
 
-def test_a_group_is_taken_if_half_of_it_fits_and_the_last_never() -> None:
+def test_group_is_chosen_if_half_of_it_fits_and_the_last_never() -> None:
     sizes = np.array([4, 4, 3, 1, 1])
     chosen, room = choose_whole_groups(np.array([0, 1, 2, 3, 4]), sizes, 6.0)
     assert (chosen.tolist(), room) == ([0, 1], -2.0), "4 of 6, then 4 of the 2 that are left"
@@ -96,7 +96,7 @@ def test_a_group_is_taken_if_half_of_it_fits_and_the_last_never() -> None:
     assert choose_whole_groups(np.array([3, 4]), sizes, 0.0)[0].tolist() == []
 
 
-def test_the_patients_of_small_strata_share_their_fifth() -> None:
+def test_remaining_room_of_small_strata_is_carried_over() -> None:
     """Two patients a class: a fifth of two is none, but a fifth of all is."""
     patients = np.repeat([f"p{number:02d}" for number in range(28)], 5)
     labels = (np.arange(14) == np.repeat(np.arange(28) // 2, 5)[:, None]).astype(np.int8)
@@ -105,13 +105,13 @@ def test_the_patients_of_small_strata_share_their_fifth() -> None:
     assert (labels[split == 0].sum(axis=0) > 0).all(), "every class has a patient left"
 
 
-def test_who_is_on_two_sides() -> None:
+def test_patients_in_two_parts_of_a_split_are_found() -> None:
     patients = np.array(["b", "a", "b", "c", "a", "c"])
     assert find_split_groups(np.array([0, 2, 0, 0, 1, 2]), patients) == ["a", "c"]
     assert find_split_groups(np.array([0, 2, 0, 1, 2, 1]), patients) == []
 
 
-def test_a_split_by_patient_only_if_they_must_stay_together() -> None:
+def test_split_is_by_patient_only_with_a_group() -> None:
     labels = np.ones((40, 1))
     patients = np.repeat([f"p{number}" for number in range(8)], 5)
     loose = make_splits(dataset(labels, patients), None, "here")
@@ -122,7 +122,7 @@ def test_a_split_by_patient_only_if_they_must_stay_together() -> None:
     assert (len(whole.test), len(set(whole.test.patients.tolist()))) == (10, 2)
 
 
-def test_parts_by_a_given_split() -> None:
+def test_given_split_is_used() -> None:
     parts = make_splits(dataset(np.ones((4, 1))), np.array([0, 2, 1, 0]), "here")
     assert parts.validation is not None
     assert [part.rows.tolist() for part in (parts.train, parts.validation, parts.test)] == [[0, 3], [2], [1]]
@@ -136,7 +136,7 @@ def test_parts_by_a_given_split() -> None:
         make_splits(dataset(np.ones((2, 1))), None, "here")
 
 
-def test_classes_never_shown_are_named_up_to_five() -> None:
+def test_at_most_five_classes_without_positives_are_named() -> None:
     labels = np.zeros((2, 7))
     labels[:, 0] = 1
     split = np.array([0, 2])

@@ -48,6 +48,14 @@ class CompositeOptions:
                 f"'{PROPORTIONAL}' is proportional to 0. Give both as numbers."
             )
 
+    def numbers(self) -> tuple[int, int]:
+        """Images per class and per pair; one that is `proportional` follows from the other."""
+        if self.pairs == PROPORTIONAL:
+            return int(self.singles), int(self.singles) * PAPER_PAIRS // PAPER_SINGLES
+        if self.singles == PROPORTIONAL:
+            return int(self.pairs) * PAPER_SINGLES // PAPER_PAIRS, int(self.pairs)
+        return int(self.singles), int(self.pairs)
+
 
 @dataclass(frozen=True)
 class CompositeCounts:
@@ -114,27 +122,18 @@ def _counts(options: CompositeOptions, train: Dataset, part: Dataset, name: str)
         return CompositeCounts(
             in_part * PAPER_SINGLES // PAPER_CLASS, smaller * PAPER_PAIRS * 9 // (PAPER_CLASS * partners), reuse=False
         )
-    singles, pairs = _explicit(options)
+    singles, pairs = options.numbers()
     scarce = int(in_train.argmin())
     needed = singles + pairs * (classes - 1)
     if needed > in_train[scarce]:
         raise ConfigError(
             f"data.singles = {singles} and data.pairs = {pairs} need {needed} training images per class (pairs with "
-            "each "
-            f"of the {classes - 1} other classes); '{name}' has {in_train[scarce]} of '{train.classes[scarce]}'. Lower "
-            'them, or set data.singles = "all", which uses images more than once.'
+            f"each of the {classes - 1} other classes); '{name}' has {in_train[scarce]} of '{train.classes[scarce]}'. "
+            'Lower them, or set data.singles = "all", which uses images more than once.'
         )
     if part is not train and needed > in_part.min():
         singles, pairs = _same_ratio(singles, pairs, classes, int(in_part.min()))
     return CompositeCounts(np.full(classes, singles), np.triu(np.full((classes, classes), pairs), 1), reuse=False)
-
-
-def _explicit(options: CompositeOptions) -> tuple[int, int]:
-    if options.pairs == PROPORTIONAL:
-        return int(options.singles), int(options.singles) * PAPER_PAIRS // PAPER_SINGLES
-    if options.singles == PROPORTIONAL:
-        return int(options.pairs) * PAPER_SINGLES // PAPER_PAIRS, int(options.pairs)
-    return int(options.singles), int(options.pairs)
 
 
 def _same_ratio(singles: int, pairs: int, classes: int, available: int) -> tuple[int, int]:
@@ -149,23 +148,23 @@ def _same_ratio(singles: int, pairs: int, classes: int, available: int) -> tuple
 def _compose_split(
     source: Dataset, counts: CompositeCounts, options: CompositeOptions, seed: int, part: str, progress: Progress
 ) -> Dataset:
-    recipe = _draw(source, counts, PLACES[options.layout], numpy_generator(seed, "composite", part))
+    plan = _draw(source, counts, PLACES[options.layout], numpy_generator(seed, "composite", part))
     down, across = PLACES[options.layout]
     channels, height, width = source.sample_shape
-    shape = (len(recipe.labels), channels, down * height, across * width)
+    shape = (len(plan.labels), channels, down * height, across * width)
     what = f"composing {part} images"
 
     def key() -> str:
-        drawn = (recipe.first, recipe.second, recipe.first_place, recipe.second_place)
+        drawn = (plan.first, plan.second, plan.first_place, plan.second_place)
         return content_key("composite", store_key(source.store), options.layout, *drawn)  # type: ignore[arg-type]
 
     def fill(canvas: NDArray[np.uint8]) -> None:
         for start in range(0, len(canvas), CHUNK):
             chunk = slice(start, min(start + CHUNK, len(canvas)))
-            _paint(canvas[chunk], source.store, recipe, chunk, options.layout)  # type: ignore[arg-type]
+            _paint(canvas[chunk], source.store, plan, chunk, options.layout)  # type: ignore[arg-type]
             progress(chunk.stop, len(canvas), what)
 
-    return Dataset(in_memory_or_cached(key, shape, fill, progress, what), recipe.labels, source.classes)
+    return Dataset(in_memory_or_cached(key, shape, fill, progress, what), plan.labels, source.classes)
 
 
 def _draw(
@@ -197,11 +196,9 @@ def _draw(
     return CompositePlan(rows[firsts], rows[seconds], first_place, second_place, labels)
 
 
-def _paint(
-    canvas: NDArray[np.uint8], store: NDArray[np.uint8], recipe: CompositePlan, chunk: slice, layout: str
-) -> None:
+def _paint(canvas: NDArray[np.uint8], store: NDArray[np.uint8], plan: CompositePlan, chunk: slice, layout: str) -> None:
     """Draw the composites of `chunk` on a canvas of zeros."""
-    first, second = recipe.first[chunk], recipe.second[chunk]
+    first, second = plan.first[chunk], plan.second[chunk]
     paired = np.flatnonzero(second != NONE)
     if layout == "blend":
         canvas[:] = store[first]
@@ -213,8 +210,8 @@ def _paint(
     cells = canvas.reshape(count, channels, down, height // down, across, width // across)
     all_samples = np.arange(count)
     for samples, images, places in (
-        (all_samples, first, recipe.first_place[chunk]),
-        (paired, second[paired], recipe.second_place[chunk][paired]),
+        (all_samples, first, plan.first_place[chunk]),
+        (paired, second[paired], plan.second_place[chunk][paired]),
     ):
         for place in range(down * across):
             here = places == place

@@ -121,15 +121,18 @@ def build(experiment: Experiment, progress: Progress = no_progress) -> Federatio
     determines.
     """
     experiment = experiment.prepared()
-    splits = _load(experiment, progress)
+    data = experiment.data
+    splits = sources.load(data.name, data.root, data.size, experiment.seed, data.composition, progress, data.reading)
     derived = _derive_settings(splits)
     experiment = experiment.settled(derived)
     splits = _restrict(experiment, splits)
     own, servers = _split_off_server(experiment, splits.train)
     clients_data = splits.train.subset(own)
     divided = divide(experiment, clients_data)
-    if divided.appearances is not None:
-        clients_data, splits = _with_appearances(splits, own, divided, progress)
+    if divided.appearances is not None:  # the server's samples are not changed
+        changed = [own[rows] for rows in divided.clients]
+        splits = replace(splits, train=apply_feature_skew(splits.train, changed, divided.appearances, progress))
+        clients_data = splits.train.subset(own)
     known = _annotated_classes(experiment, divided, len(splits.train.classes))
     labels = divided.labels
     if not known.all():
@@ -165,32 +168,18 @@ def build(experiment: Experiment, progress: Progress = no_progress) -> Federatio
 
 
 def _annotated_classes(experiment: Experiment, divided: Partition, classes: int) -> NDArray[np.bool_]:
-    setting = experiment.annotation
+    kind, missing = experiment.annotation.kind, experiment.annotation.missing
     if divided.annotated is None:
-        return annotation.annotate(
-            setting.kind, len(divided.clients), classes, experiment.seed, missing=setting.missing
-        )
-    if setting.kind != "none":
+        return annotation.annotate(kind, len(divided.clients), classes, experiment.seed, missing=missing)
+    if kind != "none":
         raise ConfigError(
-            f"annotation.kind = '{setting.kind}': partition.file says which client annotates which classes. Leave it "
-            "out."
+            f"annotation.kind = '{kind}': partition.file says which client annotates which classes. Leave it out."
         )
     return divided.annotated
 
 
-def _with_appearances(
-    splits: Splits, own: NDArray[np.int64], divided: Partition, progress: Progress
-) -> tuple[Dataset, Splits]:
-    """The training data with each client's appearance; the server's samples are not changed."""
-    assert divided.appearances is not None
-    rows = [own[rows] for rows in divided.clients]
-    train = apply_feature_skew(splits.train, rows, divided.appearances, progress)
-    return train.subset(own), replace(splits, train=train)
-
-
 def derive_settings(shape: tuple[int, ...], has_validation: bool) -> dict[str, Any]:
-    """Settings that the data determines if the experiment leaves them open: the held-out fraction and a ResNet's
-    stem."""
+    """The held-out fraction and a ResNet's stem, which the data determines if the experiment leaves them open."""
     small = len(shape) == 3 and shape[1] <= SMALL_IMAGES
     return {
         "partition.holdout": 0.0 if has_validation else HOLDOUT,
@@ -205,16 +194,8 @@ def _derive_settings(splits: Splits) -> dict[str, Any]:
     if splits.size is not None:
         height, width = splits.size
         found["data.size"] = height if height == width else splits.size
-    if splits.window is not None:
-        found["data.window"] = splits.window
-    if splits.group is not None:
-        found["data.group"] = splits.group
-    return found
-
-
-def _load(experiment: Experiment, progress: Progress) -> Splits:
-    data = experiment.data
-    return sources.load(data.name, data.root, data.size, experiment.seed, data.composition, progress, data.reading)
+    found |= {"data.window": splits.window, "data.group": splits.group}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _split_off_server(experiment: Experiment, train: Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -228,6 +209,8 @@ def _split_off_server(experiment: Experiment, train: Dataset) -> tuple[NDArray[n
 
 def divide(experiment: Experiment, train: Dataset) -> Partition:
     setting = experiment.partition
+    # By default one batch, but at most half of an equal share: the minimum must not undo the requested skew.
+    minimum = max(1, min(experiment.training.batch_size, len(train) // (2 * (setting.clients or 1))))
     return partition(
         train.labels,
         setting.kind,
@@ -237,55 +220,44 @@ def divide(experiment: Experiment, train: Dataset) -> Partition:
         presence=setting.presence,
         unassignable=setting.unassignable,
         labels_per_client=setting.labels_per_client,
-        minimum=setting.minimum or _default_minimum(experiment, len(train)),
+        minimum=setting.minimum or minimum,
         groups=train.patients if train.groups is None else train.groups,
         classes=train.classes,
         file=setting.file,
     )
 
 
-def _default_minimum(experiment: Experiment, samples: int) -> int:
-    """One batch, but at most half of an equal share: the minimum must not undo the requested skew."""
-    clients = experiment.partition.clients or 1
-    return max(1, min(experiment.training.batch_size, samples // (2 * clients)))
+# Held-out data
 
 
 def _hold_out(
     experiment: Experiment, divided: Partition, train: Dataset
 ) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
-    """Hold out a fraction of each client's samples for validation; a client with too few samples holds out none."""
+    """Hold out a fraction of each client's samples for validation; a client with too few samples holds out none.
+
+    With `data.group`, a patient held out by one client is held out by all, so that no client trains on the patient.
+    """
+    share, names = float(experiment.partition.holdout), divided.names
     if divided.held_out is not None:
-        pairs = zip(divided.clients, divided.held_out, strict=True)
-        return tuple(np.setdiff1d(rows, held) for rows, held in pairs), list(divided.held_out)
-    share, samples, held_out = float(experiment.partition.holdout), [], []
-    if experiment.data.group is not None and train.patients is not None:
-        return _hold_out_patients(experiment, divided, train.patients)
-    for name, rows in zip(divided.names, divided.clients, strict=True):
-        kept, held = split_holdout(rows, share, experiment.seed, name)
-        samples.append(kept)
-        held_out.append(held)
-    return tuple(samples), held_out
-
-
-def _hold_out_patients(
-    experiment: Experiment, divided: Partition, patients: NDArray[np.str_]
-) -> tuple[tuple[NDArray[np.int64], ...], list[NDArray[np.int64]]]:
-    """A patient held out by one client is held out by all clients, so that no client trains on the patient's images."""
-    share = float(experiment.partition.holdout)
-    _, number = np.unique(patients, return_inverse=True)
-    chosen = np.zeros(number.max(initial=0) + 1, dtype=bool)
-    for name, rows in zip(divided.names, divided.clients, strict=True):
-        free = rows[~chosen[number[rows]]]
-        room = int(share * len(rows)) - (len(rows) - len(free))
-        _, held = _split_off_patients(free, room, experiment.seed, name, patients)
-        chosen[number[held]] = True
-    parts = [(rows[~chosen[number[rows]]], rows[chosen[number[rows]]]) for rows in divided.clients]
-    empty = next((name for name, (kept, _) in zip(divided.names, parts, strict=True) if not len(kept)), None)
-    if empty is not None:
-        raise ConfigError(
-            f"partition.holdout = {share} leaves client {empty} without training samples: some client holds out "
-            f"each '{experiment.data.group}' that it has. Lower partition.holdout or partition.clients."
-        )
+        parts = [(np.setdiff1d(rows, held), held) for rows, held in zip(divided.clients, divided.held_out, strict=True)]
+    elif experiment.data.group is None or train.patients is None:
+        clients = zip(names, divided.clients, strict=True)
+        parts = [split_holdout(rows, share, experiment.seed, name) for name, rows in clients]
+    else:
+        _, number = np.unique(train.patients, return_inverse=True)
+        chosen = np.zeros(number.max(initial=0) + 1, dtype=bool)
+        for name, rows in zip(names, divided.clients, strict=True):
+            free = rows[~chosen[number[rows]]]
+            room = int(share * len(rows)) - (len(rows) - len(free))
+            _, held = _split_off_patients(free, room, experiment.seed, name, train.patients)
+            chosen[number[held]] = True
+        parts = [(rows[~chosen[number[rows]]], rows[chosen[number[rows]]]) for rows in divided.clients]
+        empty = next((name for name, (kept, _) in zip(names, parts, strict=True) if not len(kept)), None)
+        if empty is not None:
+            raise ConfigError(
+                f"partition.holdout = {share} leaves client {empty} without training samples: some client holds out "
+                f"each '{experiment.data.group}' that it has. Lower partition.holdout or partition.clients."
+            )
     return tuple(kept for kept, _ in parts), [held for _, held in parts]
 
 

@@ -20,7 +20,7 @@ def choose_clients(
     count: int | None = None,
     sampling: str = "uniform",
 ) -> NDArray[np.int64]:
-    """Choose the clients of a round.
+    """The numbers of the clients of a round, sorted.
 
     Args:
         sizes: the number of samples N_k of each client.
@@ -29,9 +29,6 @@ def choose_clients(
         fraction: choose ⌈fraction · K⌉ of the K clients.
         count: choose this many clients; takes precedence over `fraction`. With neither, all clients take part.
         sampling: `uniform` (each client has the same chance) or `size` (without replacement, probability ∝ N_k).
-
-    Returns:
-        The numbers of the chosen clients, sorted.
     """
     numbers = np.asarray(sizes, dtype=np.float64)
     wanted = _number_of_clients(len(numbers), fraction, count)

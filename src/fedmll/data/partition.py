@@ -96,12 +96,7 @@ class PartitionRequest:
 def partition(labels: NDArray[np.int8], kind: str, clients: int | None, seed: int, **settings: Any) -> Partition:
     """Divide the samples of `labels` (N, C) among clients; the same seed gives the same partition.
 
-    Args:
-        labels: the targets of the samples.
-        kind: the registered name of the partition.
-        clients: the number of clients; None for one client per group.
-        seed: the experiment's seed.
-        settings: further attributes of `PartitionRequest`.
+    `settings` are further attributes of `PartitionRequest`.
     """
     divide = registry.find("partition", kind)
     result: Partition = divide(PartitionRequest(labels=labels, kind=kind, clients=clients, seed=seed, **settings))
@@ -124,7 +119,7 @@ def iid(request: PartitionRequest) -> Partition:
         names=_names(clients),
         allowed=_all_allowed(clients, request.labels),
         labels=request.labels,
-        report=_report(),
+        report=rule_counts(),
     )
 
 
@@ -141,10 +136,19 @@ def dirichlet(request: PartitionRequest) -> Partition:
 @register("partition", "labels-per-client")
 def labels_per_client(request: PartitionRequest) -> Partition:
     """Each client may hold a fixed number of classes."""
-    clients, classes = _check_clients(request), request.labels.shape[1]
-    _check_labels_per_client(request.labels_per_client, clients, classes)
+    clients, classes, count = _check_clients(request), request.labels.shape[1], request.labels_per_client
+    if not 1 <= count <= classes:
+        raise ConfigError(
+            f"partition.labels_per_client = {count} is not possible with {classes} classes; use 1 to {classes}."
+        )
+    if clients * count < classes:
+        raise ConfigError(
+            f"partition.labels_per_client = {count} with partition.clients = {clients} leaves some of the {classes} "
+            f"classes without a client. Raise partition.labels_per_client to {-(-classes // clients)} or more, or "
+            f"partition.clients to {-(-classes // count)} or more."
+        )
     allowed = np.zeros((clients, classes), dtype=bool)
-    fill_evenly(allowed, np.full(clients, request.labels_per_client), request.generator("allowed"))
+    fill_evenly(allowed, np.full(clients, count), request.generator("allowed"))
     return _assign(request, find_combinations(request.labels), allowed, np.zeros(allowed.shape))
 
 
@@ -189,19 +193,6 @@ def _most_classes(presence: float, clients: int, classes: int) -> int:
     return most
 
 
-def _check_labels_per_client(count: int, clients: int, classes: int) -> None:
-    if not 1 <= count <= classes:
-        raise ConfigError(
-            f"partition.labels_per_client = {count} is not possible with {classes} classes; use 1 to {classes}."
-        )
-    if clients * count < classes:
-        raise ConfigError(
-            f"partition.labels_per_client = {count} with partition.clients = {clients} leaves some of the {classes} "
-            f"classes without a client. Raise partition.labels_per_client to {-(-classes // clients)} or more, or "
-            f"partition.clients to {-(-classes // count)} or more."
-        )
-
-
 def _assign(
     request: PartitionRequest,
     combinations: LabelCombinations,
@@ -221,7 +212,7 @@ def _assign(
     before = owner.copy()
     enforce_minimum(assignment, request.minimum, _names(len(allowed)), rng)
     touched = {"drop": "dropped", "withhold": "withheld", "negative": "negative"}[unassignable]
-    report = _report(**{touched: len(unplaceable), "moved_for_minimum": int((owner != before).sum())})
+    report = rule_counts(**{touched: len(unplaceable), "moved_for_minimum": int((owner != before).sum())})
     if unassignable != "drop" and len(unplaceable):
         targets = labels[unplaceable]
         targets[(targets == PRESENT) & ~allowed[owner[unplaceable]]] = UNKNOWN if unassignable == "withhold" else ABSENT
@@ -277,7 +268,7 @@ def natural(request: PartitionRequest) -> Partition:
         names=names,
         allowed=_all_allowed(len(names), labels),
         labels=labels,
-        report=_report(),
+        report=rule_counts(),
     )
 
 
@@ -333,6 +324,8 @@ def apply_feature_skew(
     for rows, appearance in zip(clients, appearances.tolist(), strict=True):
         appearance_of[rows] = appearance
 
+    what = "changing the appearance of images"
+
     def fill(images: NDArray[np.uint8]) -> None:
         for start in range(0, len(train), 256):
             part = np.arange(start, min(start + 256, len(train)))
@@ -341,15 +334,12 @@ def apply_feature_skew(
                 selected = appearance_of[part] == appearance
                 found[selected] = change_appearance(found[selected], APPEARANCES[appearance])
             images[part] = found
-            progress(int(part[-1]) + 1, len(train), "changing the appearance of images")
+            progress(int(part[-1]) + 1, len(train), what)
 
     def key() -> str:
         return content_key("looks", store_key(train.store), train.rows, appearance_of)  # type: ignore[arg-type]
 
-    _, channels, height, width = train.store.shape
-    store = in_memory_or_cached(
-        key, (len(train), channels, height, width), fill, progress, "changing the appearance of images"
-    )
+    store = in_memory_or_cached(key, (len(train), *train.store.shape[1:]), fill, progress, what)
     files = None if train.files is None else train.files[train.rows]
     return replace(train, store=store, rows=np.arange(len(train), dtype=np.int64), files=files)
 
@@ -367,5 +357,5 @@ def _all_allowed(clients: int, labels: NDArray[np.int8]) -> NDArray[np.bool_]:
     return np.broadcast_to(np.True_, (clients, labels.shape[1]))
 
 
-def _report(**counts: int) -> dict[str, int]:
+def rule_counts(**counts: int) -> dict[str, int]:
     return dict.fromkeys(("dropped", "withheld", "negative", "moved_for_minimum"), 0) | counts

@@ -1,5 +1,4 @@
-"""Partition files: which client has which samples and annotates which classes, so that others can use the same
-federation.
+"""Partition files: which client has which samples and annotates which classes, for others who use the same federation.
 
 `fedmll data freeze` writes such a file and `partition.kind = "file"` reads it. It is JSON, also for other frameworks:
 
@@ -29,7 +28,7 @@ from fedmll.core.files import write_atomic
 from fedmll.core.registry import register
 from fedmll.data.dataset import UNKNOWN
 from fedmll.data.federation import Federation
-from fedmll.data.partition import Partition, PartitionRequest
+from fedmll.data.partition import Partition, PartitionRequest, rule_counts
 
 FORMAT = 1
 
@@ -37,25 +36,22 @@ FORMAT = 1
 def write_partition_file(federation: Federation, path: Path) -> str:
     """Write a federation's partition file and return its checksum."""
     if federation.server is not None:
-        raise ConfigError(
-            "A federation whose server holds samples (partition.server) cannot be written to a partition file; set it "
-            "to 0."
-        )
+        raise ConfigError("A partition file cannot contain samples of the server; set partition.server to 0.")
     if federation.experiment.partition.kind == "feature-skew":
         raise ConfigError("A partition file cannot contain changed images (partition.kind = 'feature-skew').")
     before, after = federation.source.labels, federation.true_labels
     changed = np.argwhere(before != after)
-    clients = []
-    for client, name in enumerate(federation.names):
-        held = np.flatnonzero(federation.held_out_owners == client)
-        clients.append(
-            {
-                "name": name,
-                "train": federation.samples[client].tolist(),
-                "held_out": _positions(federation, held),
-                "annotates": [federation.train.classes[c] for c in np.flatnonzero(federation.annotated[client])],
-            }
-        )
+    position = {int(row): place for place, row in enumerate(federation.source.rows)}
+    held_rows = [federation.held_out.rows[federation.held_out_owners == c] for c in range(len(federation.names))]
+    clients = [
+        {
+            "name": name,
+            "train": federation.samples[client].tolist(),
+            "held_out": sorted(position[int(row)] for row in held_rows[client]),
+            "annotates": [federation.train.classes[c] for c in np.flatnonzero(federation.annotated[client])],
+        }
+        for client, name in enumerate(federation.names)
+    ]
     values: dict[str, Any] = {
         "format": FORMAT,
         "data": federation.experiment.data.label,
@@ -70,12 +66,6 @@ def write_partition_file(federation: Federation, path: Path) -> str:
     values["checksum"] = _checksum(values)
     write_atomic(path, json.dumps(values, ensure_ascii=False, separators=(",", ":")))
     return str(values["checksum"])
-
-
-def _positions(federation: Federation, held: NDArray[np.int64]) -> list[int]:
-    """The positions of held-out samples in the training data."""
-    place = {int(row): position for position, row in enumerate(federation.source.rows)}
-    return sorted(place[int(row)] for row in federation.held_out.rows[held])
 
 
 def targets_hash(labels: NDArray[np.int8]) -> str:
@@ -100,8 +90,7 @@ def from_file(request: PartitionRequest) -> Partition:
     if values["samples"] != len(request.labels) or values["targets"] != targets_hash(request.labels):
         raise ConfigError(
             f"{where} was written for other training data: {values['samples']} samples of {values['data']}; here there "
-            "are "
-            f"{len(request.labels)}, or their targets differ. Use the same settings data.… (and the same seed, if "
+            f"are {len(request.labels)}, or their targets differ. Use the same settings data.… (and the same seed, if "
             "data.limit or composites are used) as when it was written."
         )
     column = {name: place for place, name in enumerate(classes)}
@@ -115,18 +104,12 @@ def from_file(request: PartitionRequest) -> Partition:
         rows, columns, targets = np.array(values["changed"]).T
         labels[rows, columns] = targets
     held_out = tuple(np.array(client["held_out"], dtype=np.int64) for client in clients)
-    trained = tuple(np.array(client["train"], dtype=np.int64) for client in clients)
-    clients_rows = tuple(np.sort(np.concatenate(both)) for both in zip(trained, held_out, strict=True))
-    allowed = np.broadcast_to(np.True_, annotated.shape)
-    names = tuple(client["name"] for client in clients)
-    report = dict.fromkeys(("dropped", "withheld", "negative", "moved_for_minimum"), 0)
-    report["withheld"] = int((labels[request.labels != labels] == UNKNOWN).sum())
     return Partition(
-        clients=clients_rows,
-        names=names,
-        allowed=allowed,
+        clients=tuple(np.sort(np.array(one["train"] + one["held_out"], dtype=np.int64)) for one in clients),
+        names=tuple(client["name"] for client in clients),
+        allowed=np.broadcast_to(np.True_, annotated.shape),
         labels=labels,
-        report=report,
+        report=rule_counts(withheld=int((labels[request.labels != labels] == UNKNOWN).sum())),
         annotated=annotated,
         held_out=held_out,
     )

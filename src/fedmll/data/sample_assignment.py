@@ -25,9 +25,6 @@ BELOW_ONE = np.nextafter(1.0, 0.0)
 CELLS_AT_ONCE = 1 << 20  # samples × classes that are unpacked at the same time
 
 
-# LabelCombinations of labels
-
-
 @dataclass(frozen=True)
 class LabelCombinations:
     """The distinct sets of positive labels in the data. Unknown targets do not count as positive."""
@@ -120,10 +117,8 @@ def fill_evenly(allowed: NDArray[np.bool_], room: NDArray[np.int64], rng: np.ran
     """Fill the free places of each client with the classes that the fewest clients have; ties are broken at random."""
     holders = allowed.sum(axis=0)
     for client in rng.permutation(len(allowed)):
-        order = np.lexsort(
-            (rng.random(len(holders)), holders, allowed[client])
-        )  # classes that the client has already come last
-        chosen = order[: room[client]]
+        # classes that the client has already come last
+        chosen = np.lexsort((rng.random(len(holders)), holders, allowed[client]))[: room[client]]
         allowed[client, chosen] = True
         holders[chosen] += 1
 

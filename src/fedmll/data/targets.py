@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -115,10 +116,10 @@ def _strata(present: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
 
 
 def check_classes(classes: tuple[str, ...], where: str) -> None:
-    repeated = next((name for name in classes if classes.count(name) > 1), None)
-    if repeated is not None:
+    repeated = [name for name, count in Counter(classes).items() if count > 1]
+    if repeated:
         raise DataError(
-            f"{where}: the class '{repeated}' appears twice. Each class needs one column with a unique name."
+            f"{where}: the class '{repeated[0]}' appears twice. Each class needs one column with a unique name."
         )
 
 
@@ -145,9 +146,10 @@ def make_splits(
         raise DataError(
             f"{where}: sample {wrong} has the split {places[wrong]}; it must be 0 (train), 1 (validation) or 2 (test)."
         )
-    both = [] if group is None or samples.patients is None else find_split_groups(places, samples.patients)
-    if both:
-        raise DataError(f"{where}: {describe_split_groups(both, group)}")
+    if group is not None and samples.patients is not None:
+        both = find_split_groups(places, samples.patients)
+        if both:
+            raise DataError(f"{where}: {describe_split_groups(both, group)}")
     for code, name in ((TRAIN, "training"), (TEST, "test")):
         if not len(parts[code]):
             advice = "Mark some samples as such" if split is not None else "Add samples (at least 3 per class)"
@@ -164,16 +166,12 @@ def make_splits(
 
 def check_positives(train: Dataset, where: str) -> None:
     """Reject training data in which a class has no positive sample: such a class cannot be learned."""
-    missing = [
-        name
-        for name, any_present in zip(train.classes, (train.labels == PRESENT).any(axis=0), strict=True)
-        if not any_present
-    ]
-    if not missing:
-        return
-    named = ", ".join(f"'{name}'" for name in missing[:NAMED_CLASSES])
-    more = f" and {len(missing) - NAMED_CLASSES} more" if len(missing) > NAMED_CLASSES else ""
-    raise DataError(
-        f"{where}: no training sample has the class{'es' if len(missing) > 1 else ''} {named}{more} (not a single "
-        f"positive in {len(train)}). Remove the column, or add training samples of the class."
-    )
+    present = (train.labels == PRESENT).any(axis=0)
+    missing = [f"'{name}'" for name, any_present in zip(train.classes, present, strict=True) if not any_present]
+    if missing:
+        more = f" and {len(missing) - NAMED_CLASSES} more" if len(missing) > NAMED_CLASSES else ""
+        raise DataError(
+            f"{where}: no training sample has the class{'es' if len(missing) > 1 else ''} "
+            f"{', '.join(missing[:NAMED_CLASSES])}{more} (not a single positive in {len(train)}). Remove the column, "
+            "or add training samples of the class."
+        )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import os
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,10 @@ from fedmll.data.images.problems import NAMED, Problems, abbreviate
 from fedmll.data.targets import TEST, TRAIN, VALIDATION, describe_split_groups, find_split_groups
 
 IMAGE_COLUMNS = ("image", "path", "file", "filename")
+PATIENT_COLUMNS = ("patient", "patient_id", "patientid", "patient id")
+CELLS = {"1": PRESENT, "0": ABSENT, "": UNKNOWN, "1.0": PRESENT, "0.0": ABSENT}  # 1.0: pandas, when a cell is blank
+SPLITS = {"train": TRAIN, "val": VALIDATION, "validation": VALIDATION, "test": TEST}
+NOTHING = ("none", "no finding")  # in the `labels` form: known, and no class is present
 
 
 @dataclass(frozen=True)
@@ -42,122 +47,6 @@ class CsvRows:
 
     def column(self, place: int) -> list[str]:
         return [row[place].strip() for row in self.cells]
-
-
-@dataclass(frozen=True)
-class CsvColumns:
-    """The position of each column, by its role."""
-
-    image: int
-    split: int | None
-    client: int | None
-    group: int | None
-    labels: int | None  # in the `A|B|C` form
-    classes: list[int]
-
-
-def read_rows(file: Path, problems: Problems) -> CsvRows:
-    if not file.is_file():
-        raise DataError(
-            f"The labels file '{file}' does not exist. It is a CSV with one row per image: its path, then one column "
-            "per "
-            "class with 1 (present), 0 (absent) or blank (unknown), or one column 'labels' with 'A|B|C'."
-        )
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
-            first = stream.readline()
-            stream.seek(0)
-            delimiter = max(",;\t", key=first.count)  # spreadsheets write ; if the comma is the decimal separator
-            table = [(number, row) for number, row in enumerate(csv.reader(stream, delimiter=delimiter), 1) if any(row)]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"'{file}' is not a CSV file in UTF-8 ({error}). Save it again as CSV, UTF-8.") from None
-    if len(table) < 2:
-        raise DataError(f"'{file}' is empty: it needs a header and at least one row. Is it the right file?")
-    header = [name.strip() for name in table[0][1]]
-    whole = [(number, row) for number, row in table[1:] if len(row) == len(header)]
-    wrong = [f"row {number}: {len(row)} cells" for number, row in table[1:] if len(row) != len(header)]
-    if wrong:
-        problems.add(
-            f"{rows_with(len(wrong))} more or fewer cells than the header, which has {len(header)}: "
-            f"{abbreviate(wrong)}. "
-            "A comma inside a name needs quotes around the name."
-        )
-    if not whole:
-        problems.report()
-    return CsvRows(header, [number for number, _ in whole], [row for _, row in whole])
-
-
-def drop_ignored_columns(rows: CsvRows, reading: ReadingOptions, problems: Problems) -> CsvRows:
-    for name in reading.ignore:
-        if name not in rows.header:
-            problems.add(
-                f"{reading.setting('ignore')} names '{name}', which is not a column{suggest(name, rows.header)}"
-            )
-    # A column without a name and content comes from a comma at the end of each line.
-    kept = [
-        place
-        for place, name in enumerate(rows.header)
-        if name not in reading.ignore and (name or any(row[place].strip() for row in rows.cells))
-    ]
-    if len(kept) == len(rows.header):
-        return rows
-    return CsvRows([rows.header[place] for place in kept], rows.numbers, [[row[p] for p in kept] for row in rows.cells])
-
-
-def find_columns(rows: CsvRows, reading: ReadingOptions, problems: Problems) -> CsvColumns:
-    header = rows.header
-    lower = [name.lower() for name in header]
-
-    def only(name: str) -> int | None:
-        return lower.index(name) if name in lower else None
-
-    image = next((lower.index(name) for name in IMAGE_COLUMNS if name in lower), 0)
-    split, client, labels = only("split"), only("client"), only("labels")
-    group = header.index(reading.group) if reading.group in header else None
-    if reading.group is not None and group is None:
-        problems.add(
-            f"{reading.setting('group')} names '{reading.group}', which is not a column{suggest(reading.group, header)}"
-        )
-    classes = [column for column in range(len(header)) if column not in (image, split, client, group, labels)]
-    if labels is None and reading.classes:
-        for name in reading.classes:
-            if name not in header:
-                problems.add(
-                    f"{reading.setting('classes')} names '{name}', which is not a column{suggest(name, header)}"
-                )
-        classes = [header.index(name) for name in reading.classes if name in header]
-    elif labels is None and not classes:
-        problems.add(
-            f"there is no class column besides '{header[image]}'. Add one column per class, with 1, 0 or blank."
-        )
-    elif labels is not None and classes and not reading.classes:
-        names = [header[column] for column in classes]
-        problems.add(
-            f"it has a column 'labels' and also {abbreviate([repr(name) for name in names])}. Use either one column "
-            "'labels' "
-            f"with 'A|B|C', or one column per class; if the others are not classes: {reading.how_to_ignore(names)}."
-        )
-    _check_header(header, classes, problems)
-    return CsvColumns(image, split, client, group, labels, classes)
-
-
-def _check_header(header: list[str], classes: list[int], problems: Problems) -> None:
-    names = [header[column] for column in classes]
-    for name in dict.fromkeys(name for name in names if name and header.count(name) > 1):
-        problems.add(f"the class '{name}' appears twice. Every class needs one column and its own name.")
-    unnamed = [str(column + 1) for column in classes if not header[column]]
-    if unnamed:
-        problems.add(f"column {', '.join(unnamed)} has no name in the header. Name it or remove it.")
-
-
-def rows_with(count: int) -> str:
-    return f"{count} row{'s have' if count > 1 else ' has'}"
-
-
-PATIENT_COLUMNS = ("patient", "patient_id", "patientid", "patient id")
-CELLS = {"1": PRESENT, "0": ABSENT, "": UNKNOWN, "1.0": PRESENT, "0.0": ABSENT}  # 1.0: pandas, when a cell is blank
-SPLITS = {"train": TRAIN, "val": VALIDATION, "validation": VALIDATION, "test": TEST}
-NOTHING = ("none", "no finding")  # in the `labels` form: known, and no class is present
 
 
 @dataclass(frozen=True)
@@ -198,20 +87,22 @@ def read_labels(file: Path, images: Path, reading: ReadingOptions | None = None)
     """
     reading = reading or ReadingOptions()
     problems = Problems(f"'{file}'")
-    rows = drop_ignored_columns(read_rows(file, problems), reading, problems)
-    columns = find_columns(rows, reading, problems)
-    if columns.labels is None:
-        classes = tuple(rows.header[column] for column in columns.classes)
-        labels = _labels_from_columns(rows, columns.classes, reading, problems)
+    rows = _drop_ignored_columns(read_rows(file, problems), reading, problems)
+    places, class_columns = _find_columns(rows.header, reading, problems)
+    if "labels" in places:
+        classes, labels = _labels_from_lists(rows, places["labels"], reading, problems)
     else:
-        classes, labels = _labels_from_lists(rows, columns.labels, reading, problems)
-    names = rows.column(columns.image)
-    split = None if columns.split is None else _splits(rows, columns.split, problems)
-    patients = None if columns.group is None else np.array(rows.column(columns.group), dtype=np.str_)
+        classes = tuple(rows.header[column] for column in class_columns)
+        labels = _labels_from_columns(rows, class_columns, reading, problems)
+    clients, patients = (
+        np.array(rows.column(places[role]), dtype=np.str_) if role in places else None for role in ("client", "group")
+    )
+    split = _parse_splits(rows, places["split"], problems) if "split" in places else None
     if patients is not None:
         _check_patients(rows, patients, split, reading, problems)
-    clients = None if columns.client is None else np.array(rows.column(columns.client), dtype=np.str_)
-    paths, found = _find_images(rows, names, images)
+    names = rows.column(places["image"])
+    paths, found = _find_images(names, images)
+    _check_repeated(rows, names, paths, problems)
     table = LabelTable(
         names=names,
         paths=paths,
@@ -222,10 +113,110 @@ def read_labels(file: Path, images: Path, reading: ReadingOptions | None = None)
         patients=patients,
         sizes_and_times=[status or (0, 0) for status in found],
         problems=problems,
-        is_list_form=columns.labels is not None,
+        missing=[f"row {rows.numbers[i]}: '{paths[i]}'" for i, status in enumerate(found) if status is None],
+        is_list_form="labels" in places,
     )
-    _check_repeated(rows, names, paths, problems)
-    return _existing(table, rows, found, reading)
+    if table.missing and not reading.skip_unreadable:
+        problems.add(
+            f"{len(table.missing)} of its {len(found)} images do not exist: {abbreviate(table.missing)}. Correct the "
+            "paths (they are relative to the image folder), remove the rows, or skip them with --skip-unreadable."
+        )
+    elif len(table.missing) == len(found):
+        problems.add(
+            f"none of its {len(found)} images exists: {abbreviate(table.missing)}. Is it the right image folder?"
+        )
+    return table.select_rows([i for i, status in enumerate(found) if status is not None])
+
+
+def read_rows(file: Path, problems: Problems) -> CsvRows:
+    if not file.is_file():
+        raise DataError(
+            f"The labels file '{file}' does not exist. It is a CSV with one row per image: its path, then one column "
+            "per class with 1 (present), 0 (absent) or blank (unknown), or one column 'labels' with 'A|B|C'."
+        )
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as stream:
+            first = stream.readline()
+            stream.seek(0)
+            delimiter = max(",;\t", key=first.count)  # spreadsheets write ; if the comma is the decimal separator
+            table = [(number, row) for number, row in enumerate(csv.reader(stream, delimiter=delimiter), 1) if any(row)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"'{file}' is not a CSV file in UTF-8 ({error}). Save it again as CSV, UTF-8.") from None
+    if len(table) < 2:
+        raise DataError(f"'{file}' is empty: it needs a header and at least one row. Is it the right file?")
+    header = [name.strip() for name in table[0][1]]
+    whole = [(number, row) for number, row in table[1:] if len(row) == len(header)]
+    wrong = [f"row {number}: {len(row)} cells" for number, row in table[1:] if len(row) != len(header)]
+    if wrong:
+        problems.add(
+            f"{_rows_with(wrong)} more or fewer cells than the header, which has {len(header)}: {abbreviate(wrong)}. "
+            "A comma inside a name needs quotes around the name."
+        )
+    if not whole:
+        problems.report()
+    return CsvRows(header, [number for number, _ in whole], [row for _, row in whole])
+
+
+def _drop_ignored_columns(rows: CsvRows, reading: ReadingOptions, problems: Problems) -> CsvRows:
+    _check_named_columns(reading, "ignore", reading.ignore, rows.header, problems)
+    ignored = set(reading.ignore)
+    # A column without a name and content comes from a comma at the end of each line.
+    kept = [
+        place
+        for place, name in enumerate(rows.header)
+        if name not in ignored and (name or any(row[place].strip() for row in rows.cells))
+    ]
+    if len(kept) == len(rows.header):
+        return rows
+    return CsvRows([rows.header[place] for place in kept], rows.numbers, [[row[p] for p in kept] for row in rows.cells])
+
+
+def _check_named_columns(
+    reading: ReadingOptions, setting: str, names: Sequence[str], header: list[str], problems: Problems
+) -> None:
+    known = set(header)
+    for name in names:
+        if name not in known:
+            problems.add(f"{reading.setting(setting)} names '{name}', which is not a column{suggest(name, header)}")
+
+
+def _find_columns(header: list[str], reading: ReadingOptions, problems: Problems) -> tuple[dict[str, int], list[int]]:
+    """The position of each column by its role (image, split, client, group, labels), and of the class columns."""
+    lower = [name.lower() for name in header]
+    places: dict[str, int] = {role: lower.index(role) for role in ("split", "client", "labels") if role in lower}
+    places["image"] = next((lower.index(name) for name in IMAGE_COLUMNS if name in lower), 0)
+    if reading.group is not None:
+        _check_named_columns(reading, "group", [reading.group], header, problems)
+        places |= {"group": header.index(reading.group)} if reading.group in header else {}
+    classes = sorted(set(range(len(header))) - set(places.values()))
+    if "labels" not in places and reading.classes:
+        _check_named_columns(reading, "classes", reading.classes, header, problems)
+        column = {name: place for place, name in reversed(list(enumerate(header)))}  # the first of each name
+        classes = [column[name] for name in reading.classes if name in column]
+    elif "labels" not in places and not classes:
+        problems.add(
+            f"there is no class column besides '{header[places['image']]}'. Add one column per class, with 1, 0 or "
+            "blank."
+        )
+    elif "labels" in places and classes and not reading.classes:
+        names = [header[column] for column in classes]
+        problems.add(
+            f"it has a column 'labels' and also {abbreviate([repr(name) for name in names])}. Use either one column "
+            "'labels' with 'A|B|C', or one column per class; if the others are not classes: "
+            f"{reading.how_to_ignore(names)}."
+        )
+    count = Counter(header)
+    for name in dict.fromkeys(header[column] for column in classes):
+        if name and count[name] > 1:
+            problems.add(f"the class '{name}' appears twice. Every class needs one column and its own name.")
+    unnamed = [str(column + 1) for column in classes if not header[column]]
+    if unnamed:
+        problems.add(f"column {', '.join(unnamed)} has no name in the header. Name it or remove it.")
+    return places, classes
+
+
+def _rows_with(rows: Sequence[object]) -> str:
+    return f"{len(rows)} row{'s have' if len(rows) > 1 else ' has'}"
 
 
 def _labels_from_columns(
@@ -250,8 +241,7 @@ def _labels_from_columns(
 def _report_cells(wrong: dict[str, list[str]], reading: ReadingOptions, problems: Problems) -> None:
     per_column = max(1, NAMED // len(wrong))
     columns = [f"{len(cells)} in column '{name}' ({abbreviate(cells, per_column)})" for name, cells in wrong.items()]
-    cells = abbreviate(columns)
-    advice = f"CsvIgnore columns that are not classes with {reading.how_to_ignore(list(wrong))}"
+    advice = f"Ignore columns that are not classes with {reading.how_to_ignore(list(wrong))}"
     if reading.classes:
         advice = f"Leave columns that are not classes out of {reading.setting('classes')}"
     patient = next((name for name in wrong if name.lower() in PATIENT_COLUMNS), None)
@@ -260,7 +250,8 @@ def _report_cells(wrong: dict[str, list[str]], reading: ReadingOptions, problems
         more = f" {reading.how_to_ignore(others)}" if others else ""
         advice += f", or keep each patient on one side of every split: {reading.how_to_set('group', patient)}{more}"
     problems.add(
-        f"cells that are not labels: {cells}. A label is 1 (present), 0 (absent) or blank (unknown). {advice}."
+        f"cells that are not labels: {abbreviate(columns)}. A label is 1 (present), 0 (absent) or blank (unknown). "
+        f"{advice}."
     )
 
 
@@ -276,7 +267,7 @@ def _labels_from_lists(
         if 0 < len(shown) < len(listed[row])
     ]
     if both:
-        problems.add(f"{rows_with(len(both))} both 'none' and a class ({abbreviate(both)}). Write one or the other.")
+        problems.add(f"{_rows_with(both)} both 'none' and a class ({abbreviate(both)}). Write one or the other.")
     classes = reading.classes or tuple(sorted({name for names in present for name in names}))
     if not classes:
         problems.add(f"the column '{rows.header[column]}' names no class in any row.")
@@ -289,12 +280,12 @@ def _labels_from_lists(
     return classes, labels
 
 
-def _splits(rows: CsvRows, column: int, problems: Problems) -> NDArray[np.int8]:
+def _parse_splits(rows: CsvRows, column: int, problems: Problems) -> NDArray[np.int8]:
     words = rows.column(column)
     wrong = [f"row {rows.numbers[row]}: '{word}'" for row, word in enumerate(words) if word.lower() not in SPLITS]
     if wrong:
         problems.add(
-            f"{rows_with(len(wrong))} a split other than train, validation (or val) and test ({abbreviate(wrong)})."
+            f"{_rows_with(wrong)} a split other than train, validation (or val) and test ({abbreviate(wrong)})."
         )
     return np.array([SPLITS.get(word.lower(), TRAIN) for word in words], dtype=np.int8)
 
@@ -308,16 +299,14 @@ def _check_patients(
 ) -> None:
     blank = [f"row {rows.numbers[place]}" for place in np.flatnonzero(patients == "")]
     if blank:
-        problems.add(
-            f"{rows_with(len(blank))} no '{reading.group}' ({abbreviate(blank)}), which {reading.setting('group')} "
-            "needs."
-        )
+        setting = reading.setting("group")
+        problems.add(f"{_rows_with(blank)} no '{reading.group}' ({abbreviate(blank)}), which {setting} needs.")
     both = [] if split is None else find_split_groups(split, patients)
     if both:
         problems.add(describe_split_groups(both, str(reading.group)))
 
 
-def _find_images(rows: CsvRows, names: list[str], images: Path) -> tuple[list[Path], list[tuple[int, int] | None]]:
+def _find_images(names: list[str], images: Path) -> tuple[list[Path], list[tuple[int, int] | None]]:
     """The path, size and time of each image; None if it does not exist or cannot be read."""
     paths, found = [], []
     for name in names:
@@ -350,27 +339,6 @@ def _check_repeated(rows: CsvRows, names: list[str], paths: list[Path], problems
     ]
     if again:
         problems.add(
-            f"{rows_with(len(again))} an image that another row has ({abbreviate(again)}). Each image needs one row, "
-            "otherwise it "
-            "could be in training and test data; join the rows."
+            f"{_rows_with(again)} an image that another row has ({abbreviate(again)}). Each image needs one row, "
+            "otherwise it could be in training and test data; join the rows."
         )
-
-
-def _existing(
-    table: LabelTable, rows: CsvRows, found: list[tuple[int, int] | None], reading: ReadingOptions
-) -> LabelTable:
-    """The rows whose image exists; the others are a problem or are skipped."""
-    lost = [place for place, status in enumerate(found) if status is None]
-    missing = [f"row {rows.numbers[place]}: '{table.paths[place]}'" for place in lost]
-    if missing and not reading.skip_unreadable:
-        table.problems.add(
-            f"{len(missing)} of its {len(found)} images do not exist: {abbreviate(missing)}. Correct the paths (they "
-            "are "
-            "relative to the image folder), remove the rows, or skip them with --skip-unreadable."
-        )
-    elif missing and len(missing) == len(found):
-        table.problems.add(
-            f"none of its {len(found)} images exists: {abbreviate(missing)}. Is it the right image folder?"
-        )
-    kept = [place for place, status in enumerate(found) if status is not None]
-    return replace(table.select_rows(kept), missing=missing)

@@ -48,12 +48,9 @@ def abbreviate(examples: Sequence[str], named: int = NAMED) -> str:
 def check_readable(
     count: int, name: Callable[[int], str], unreadable: Mapping[int, str], reading: ReadingOptions, problems: Problems
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """Separate readable images from unreadable ones, and report all problems found so far.
+    """The positions of the readable images and the names of the skipped ones; raises all problems found so far.
 
     Unreadable images are a problem too, unless the user allows to skip them (`data.skip_unreadable`).
-
-    Returns:
-        The positions of the readable images and the names of the skipped ones.
     """
     named = [f"{name(place)} ({reason})" for place, reason in unreadable.items()]
     if not reading.skip_unreadable or len(named) == count:
