@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import shutil
 import ssl
 import stat
 from pathlib import Path
@@ -11,14 +13,26 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
 
+from consortium import Consortium
 from cryptography import x509
+from fake_grid import consortium  # noqa: F401  (a fixture)
 from typer.testing import CliRunner
 
 from fedmll.cli.main import app
 from fedmll.core.errors import ConfigError
+from fedmll.deploy.flower import child_processes
+from fedmll.deploy.flower.child_processes import find_free_port
 from fedmll.deploy.security import certificates, client_keys, private_keys
+from fedmll.deploy.server import serve
+from fedmll.deploy.server.server_settings import ServerSettings
 
 SECRET = "correct horse"
+
+
+def write_private(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    path.chmod(0o600)
+    return path
 
 
 def test_encrypted_key_needs_its_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,13 +51,111 @@ def test_encrypted_key_needs_its_passphrase(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(private_keys.PASSPHRASE, "wrong")
     with pytest.raises(ConfigError, match="is wrong"):
         private_keys.read_passphrase(file)
-    (tmp_path / "word").write_text(f"{SECRET}\nmore\n")
-    assert private_keys.read_passphrase(file, tmp_path / "word") == SECRET  # said is said: before the environment
-    with pytest.raises(ConfigError, match="contains no passphrase"):
+    word = write_private(tmp_path / "word", f"{SECRET}\nmore\n")
+    assert private_keys.read_passphrase(file, word) == SECRET  # the option takes precedence over the environment
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
         private_keys.read_passphrase(file, tmp_path / "nothing")
     plain, _ = client_keys.create_client_key(tmp_path, "site-b")
     assert private_keys.read_passphrase(plain) is None
     assert private_keys.load_private_key(plain.read_bytes(), SECRET)  # one too many does no harm
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\r\nsecond line\n", b"\xff\xfe\n"])
+def test_empty_passphrase_is_reported(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, _ = client_keys.create_client_key(tmp_path, "site-a", SECRET)
+    word = write_private(tmp_path / "word", content)
+    with pytest.raises(ConfigError, match="is not a passphrase: it is empty or not text"):
+        private_keys.read_passphrase(file, word)
+    monkeypatch.setenv(private_keys.PASSPHRASE, "")
+    with pytest.raises(ConfigError, match="FEDMLL_PASSPHRASE is not a passphrase"):
+        private_keys.read_passphrase(file)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o604, 0o777])
+def test_key_and_passphrase_file_that_others_can_read_are_refused(tmp_path: Path, mode: int) -> None:
+    plain, _ = client_keys.create_client_key(tmp_path, "site-a")
+    encrypted, _ = client_keys.create_client_key(tmp_path, "site-b", SECRET)
+    certificates.create_server_certificate(tmp_path, [])
+    word = write_private(tmp_path / "word", f"{SECRET}\n")
+    word.chmod(mode)
+    with pytest.raises(ConfigError, match=f"word can be read by other users.*{mode:04o}.*chmod 600"):
+        private_keys.read_passphrase(encrypted, word)
+    for file in (plain, tmp_path / "ca.key"):
+        file.chmod(mode)
+    with pytest.raises(ConfigError, match=r"site-a\.key can be read by other users"):
+        private_keys.read_passphrase(plain)
+    with pytest.raises(ConfigError, match=r"site-a\.key can be read by other users"):
+        client_keys.private_key_fingerprint(plain)
+    with pytest.raises(ConfigError, match=r"ca\.key can be read by other users"):
+        certificates.create_server_certificate(tmp_path, [])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to root")
+def test_group_may_read_a_key_of_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes mounts a secret for a group in this way, and cannot do it otherwise."""
+    file, _ = client_keys.create_client_key(tmp_path, "site-a")
+    monkeypatch.setattr(private_keys.os, "getuid", lambda: 1000)
+    file.chmod(0o440)
+    private_keys.check_private_file(file)
+    file.chmod(0o460)
+    with pytest.raises(ConfigError, match="can be read by other users"):
+        private_keys.check_private_file(file)
+
+
+def test_server_does_not_start_with_a_key_that_others_can_read(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    keys = shutil.copytree(consortium.keys, tmp_path / "keys")
+    (keys / "server.key").chmod(0o644)
+    settings = ServerSettings(clients=("site-a", "site-b"), host="127.0.0.1", port=find_free_port(), keys=str(keys))
+    with pytest.raises(ConfigError, match=r"server\.key can be read by other users"):
+        serve.serve(consortium.server(), settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_passphrase_does_not_reach_a_child_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(private_keys.PASSPHRASE, SECRET)
+    secret = child_processes.write_secret(tmp_path)
+    settings = child_processes.SuperNodeSettings(
+        server="127.0.0.1:1", port=1, folder=str(tmp_path), secret_file=str(secret), patience=1
+    )
+    child = child_processes.ChildProcess("supernode", settings)
+    try:
+        environment = b""
+        while not child.has_ended() and b"FLWR_HOME=" not in environment:  # it is empty until the program is loaded
+            environment = Path(f"/proc/{child.process.pid}/environ").read_bytes()
+    finally:
+        child.stop()
+    assert b"FLWR_HOME=" in environment
+    assert SECRET.encode() not in environment
+
+
+def test_second_rotation_keeps_the_registered_key(tmp_path: Path) -> None:
+    file, _ = client_keys.create_client_key(tmp_path, "site-a")
+    registered = file.read_bytes()
+    client_keys.rotate_client_key(tmp_path, "site-a")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match=r"site-a\.key\.old exists.*delete site-a\.key\.old and site-a\.pub\.old"):
+        client_keys.rotate_client_key(tmp_path, "site-a")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert before["site-a.key.old"] == registered
+
+
+DAMAGED = [b"", b"\n", b"\0" * 40, b"\xff\xfe", b"GARBAGE\n", b"<html>\n", None]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_list_of_revoked_keys_admits_nobody(tmp_path: Path, damage: bytes | None) -> None:
+    client_keys.create_client_key(tmp_path, "site-a")
+    client_keys.create_client_key(tmp_path, "site-b")
+    client_keys.revoke_client_key(tmp_path, "site-a")
+    path = tmp_path / client_keys.REVOKED_FILE
+    path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)  # None: its end is missing
+    for name in ("site-a", "site-b"):
+        with pytest.raises(ConfigError, match="is damaged, so no client is accepted"):
+            client_keys.load_public_keys(tmp_path, [name])
+    with pytest.raises(ConfigError, match="is damaged"):
+        client_keys.revoke_client_key(tmp_path, "site-b")  # what is left of it is not overwritten
+    path.unlink()
+    assert client_keys.load_public_keys(tmp_path, ["site-b"])
 
 
 def test_short_new_passphrase_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

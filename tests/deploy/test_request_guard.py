@@ -190,6 +190,29 @@ def test_a_revoked_key_is_rejected_from_the_next_request_on(caller: Caller) -> N
     assert caller.said == ["site-a is rejected: its key was revoked"]
 
 
+def test_damaged_list_of_revoked_keys_admits_nobody_until_it_is_repaired(caller: Caller) -> None:
+    path = caller.folder / client_keys.REVOKED_FILE
+    client_keys.create_client_key(caller.folder, "site-z")
+    client_keys.revoke_client_key(caller.folder, "site-z")
+    good = path.read_bytes()
+    for damage in (b"", b"garbage\n", good[:-1]):
+        path.write_bytes(damage)
+        assert caller.call(PULL, caller.headers())[0] == 503
+    assert "revoked keys, is damaged" in caller.said[0]
+    path.write_bytes(good)
+    assert caller.call(PULL, caller.headers())[0] == 200
+
+
+def test_revoked_key_stays_revoked_when_the_list_is_shortened(caller: Caller) -> None:
+    path = caller.folder / client_keys.REVOKED_FILE
+    client_keys.revoke_client_key(caller.folder, caller.name)
+    assert caller.call(PULL, caller.headers())[0] == 401
+    path.unlink()
+    client_keys.create_client_key(caller.folder, "site-z")
+    client_keys.revoke_client_key(caller.folder, "site-z")
+    assert caller.call(PULL, caller.headers())[0] == 401
+
+
 def test_the_newer_of_two_programs_is_rejected(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_guard, "POLL_SECONDS", 0.3)
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from fedmll.core.errors import ConfigError, FederationError
 from fedmll.core.processes import end_with_parent
-from fedmll.deploy.security.private_keys import load_private_key
+from fedmll.deploy.security.private_keys import load_private_key, without_passphrase
 
 START_SECONDS = 60
 FOLDER = "flower"  # in the run's folder
@@ -87,7 +87,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE,  # the settings contain a passphrase, so they are neither a file nor an argument
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | flower_environment(folder),
+                env=without_passphrase(os.environ) | flower_environment(folder),
                 start_new_session=True,  # Ctrl-C reaches this process only, which then stops the child
             )
         assert self.process.stdin is not None

@@ -27,6 +27,7 @@ from fastapi import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fedmll.core import files
+from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable
 from fedmll.deploy.error_codes import FLOWER_ERROR_CODE, RejectionCode, format_rejection
 from fedmll.deploy.flower.flower_internals import (
@@ -119,7 +120,7 @@ class ClientAuthenticator:
             age = (self.clock() - datetime.fromisoformat(timestamp)).total_seconds()
         except (KeyError, ValueError, TypeError, UnicodeError, OverflowError, binascii.Error):
             raise RequestRejected(401, format_rejection(RejectionCode.UNKNOWN)) from None
-        if fingerprint(key) in self._revoked_keys():
+        if fingerprint(key) in self._revoked_keys(name):
             self.notify(f"{name} is rejected: its key was revoked")
             raise RequestRejected(401, format_rejection(RejectionCode.REVOKED))
         if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
@@ -133,13 +134,18 @@ class ClientAuthenticator:
             raise RequestRejected(401, format_rejection(RejectionCode.CLOCK, -age))
         return name
 
-    def _revoked_keys(self) -> frozenset[str]:
-        """The revoked keys at this moment; the list is read again when it has changed."""
-        if self.revoked_file is not None and self.revoked_file.is_file():
+    def _revoked_keys(self, name: str) -> frozenset[str]:
+        """The revoked keys at this moment; the list is read again when it has changed. A revoked key stays revoked."""
+        if self.revoked_file is not None and self.revoked_file.exists():
             status = self.revoked_file.stat()
             version = (status.st_mtime_ns, status.st_size)
             if version != self._revoked_version:
-                self._revoked_version, self._revoked = version, frozenset(read_revoked_keys(self.revoked_file))
+                try:
+                    self._revoked |= read_revoked_keys(self.revoked_file).keys()
+                except ConfigError as error:
+                    self.notify(f"{name} has to wait: {error}")
+                    raise RequestRejected(503) from None
+                self._revoked_version = version
         return self._revoked
 
     async def register_program(self, name: str, instance: str, path: str) -> None:

@@ -16,6 +16,7 @@ from fedmll.core.errors import ConfigError
 from fedmll.deploy.security.private_keys import (
     ExtendedKeyUsageOID,
     NameOID,
+    check_private_file,
     ec,
     encode_private_key,
     hashes,
@@ -154,6 +155,7 @@ def _load_ca(folder: Path, passphrase: str | None) -> tuple[x509.Certificate, ec
             "another machine, use `fedmll keys request` here and `fedmll keys sign` there. Otherwise start with an "
             "empty folder."
         )
+    check_private_file(key_file)
     return x509.load_pem_x509_certificate(ca_file.read_bytes()), load_private_key(key_file.read_bytes(), passphrase)
 
 

@@ -22,6 +22,7 @@ from fedmll.deploy.error_codes import JoinRejected, RejectionCode
 from fedmll.deploy.security.certificates import validity_period
 from fedmll.deploy.security.private_keys import (
     UnsupportedAlgorithm,
+    check_private_file,
     ec,
     encode_private_key,
     load_private_key,
@@ -30,6 +31,7 @@ from fedmll.deploy.security.private_keys import (
 )
 
 REVOKED_FILE = "revoked.txt"
+REVOKED_LINE = re.compile(r"([0-9a-f]{32}) [A-Za-z0-9._-]+ ([0-9-]{10})")  # fingerprint, name, date
 CREATED = re.compile(rb"created on ([0-9-]{10})")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -71,9 +73,16 @@ def rotate_client_key(folder: Path, name: str, passphrase: str | None = None) ->
     private, public = folder / f"{check_client_name(name)}.key", folder / f"{name}.pub"
     if not private.is_file():
         raise ConfigError(f"{private} does not exist, so it cannot be replaced; `fedmll keys new {name}` creates it.")
-    for path in (private, public):
+    kept = {path: path.with_name(path.name + ".old") for path in (private, public)}
+    if kept[private].exists():  # it may be the only key that the server knows
+        raise ConfigError(
+            f"{kept[private]} exists: the key was replaced before, and nothing was changed now. If the server accepts "
+            f"the new key, delete {kept[private].name} and {kept[public].name}, then rotate again. Otherwise send "
+            f"{public.name} to its operator first."
+        )
+    for path, old in kept.items():
         if path.exists():
-            path.replace(path.with_name(path.name + ".old"))
+            path.replace(old)
     return create_client_key(folder, name, passphrase)
 
 
@@ -92,11 +101,24 @@ def revoke_client_key(folder: Path, name: str) -> str:
 
 
 def read_revoked_keys(path: Path) -> dict[str, str]:
-    """Fingerprint → date, of a file of revoked keys."""
-    if not path.is_file():
+    """Fingerprint → date, of a file of revoked keys.
+
+    Raises:
+        ConfigError: the file is damaged. Nobody can say then which keys are revoked, so none may be accepted.
+    """
+    if not path.exists():
         return {}
-    lines = [line.split() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return {words[0]: words[-1] for words in lines}
+    try:
+        text = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    lines = [REVOKED_LINE.fullmatch(line) for line in text.splitlines()]
+    if not lines or not text.endswith("\n") or None in lines:
+        raise ConfigError(
+            f"{path}, the list of revoked keys, is damaged, so no client is accepted. Restore it from a copy, or "
+            f"delete it and revoke each key again (`fedmll keys revoke NAME`)."
+        )
+    return {found[1]: found[2] for found in lines if found is not None}
 
 
 def fingerprint(content: bytes) -> str:
@@ -106,6 +128,7 @@ def fingerprint(content: bytes) -> str:
 
 def private_key_fingerprint(file: Path, passphrase: str | None = None) -> str:
     """The fingerprint of the public key that belongs to a private key."""
+    check_private_file(file)
     try:
         return fingerprint(_public_pem(load_private_key(file.read_bytes(), passphrase).public_key()))
     except (ValueError, UnsupportedAlgorithm):

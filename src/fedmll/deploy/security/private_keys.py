@@ -1,10 +1,16 @@
-"""Private keys and their passphrases. A key file has mode 0600, in a folder that only its owner can list."""
+"""Private key files and passphrases.
+
+fedmll writes a key file with mode 0600, in a folder that only its owner can list. It refuses to use a key or a
+passphrase file that other users can read, as ssh does.
+"""
 
 from __future__ import annotations
 
 import getpass
 import os
+import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from fedmll.core.errors import ConfigError
@@ -52,12 +58,31 @@ def load_private_key(content: bytes, passphrase: str | None = None) -> ec.Ellipt
     return key
 
 
+def check_private_file(path: Path) -> None:
+    """Raise a ConfigError if other users can read the file, or if this user cannot.
+
+    A file of root may be readable by its group, as PostgreSQL allows it: Kubernetes mounts secrets in this way.
+    """
+    try:
+        status = path.stat()
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    allowed = 0o640 if status.st_uid == 0 and os.getuid() != 0 else 0o600
+    if stat.S_IMODE(status.st_mode) & 0o077 & ~allowed:
+        raise ConfigError(
+            f"{path} can be read by other users of this machine (mode {stat.S_IMODE(status.st_mode):04o}), so it is "
+            f"not used. Run `chmod 600 {path}`. If someone else may have read it, replace it (`fedmll keys --help`)."
+        )
+
+
 def read_passphrase(path: Path, file: Path | None = None) -> str | None:
     """The passphrase of a private key, from the file, the environment or the keyboard; None if the key has none.
 
     Raises:
-        ConfigError: the passphrase is wrong.
+        ConfigError: the passphrase is wrong, or other users can read the key or the passphrase's file.
     """
+    check_private_file(path)
     content = path.read_bytes()
     if b"ENCRYPTED" not in content:
         return None
@@ -72,25 +97,32 @@ def read_passphrase(path: Path, file: Path | None = None) -> str | None:
 def ask_passphrase(prompt: str, file: Path | None = None, new: bool = False) -> str:
     """A passphrase from the file, the environment or the keyboard. A new one is typed twice."""
     if file is not None:
+        check_private_file(file)
+        source = f"The first line of {file}"
         try:
-            passphrase = file.read_text().splitlines()[0]
-        except (OSError, UnicodeDecodeError, IndexError):
-            raise ConfigError(
-                f"{file} contains no passphrase. The first line of the file must be the passphrase."
-            ) from None
+            passphrase = file.read_text().partition("\n")[0].removesuffix("\r")
+        except UnicodeDecodeError:
+            passphrase = ""
     elif PASSPHRASE in os.environ:
-        passphrase = os.environ[PASSPHRASE]
+        passphrase, source = os.environ[PASSPHRASE], f"The environment variable {PASSPHRASE}"
     elif sys.stdin.isatty():
-        passphrase = getpass.getpass(prompt)
+        passphrase, source = getpass.getpass(prompt), "What you typed"
         if new and getpass.getpass("Repeat the passphrase: ") != passphrase:
             raise ConfigError("The two passphrases differ; nothing was created.")
     else:
         raise ConfigError(
             f"A passphrase is needed, and there is no terminal: use --passphrase-file, or set {PASSPHRASE}."
         )
+    if not passphrase:
+        raise ConfigError(f"{source} is not a passphrase: it is empty or not text.")
     if new and len(passphrase) < MIN_LENGTH:
         raise ConfigError(f"A passphrase needs at least {MIN_LENGTH} characters; nothing was created.")
     return passphrase
+
+
+def without_passphrase(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child process, which does not need the passphrase of a key."""
+    return {name: value for name, value in environment.items() if name != PASSPHRASE}
 
 
 def write_private_file(path: Path, content: bytes, replace: bool = False) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,13 +22,14 @@ from fedmll.deploy.server.server_settings import SETTINGS_FILE, ServerSettings, 
 EXCLUDED_FILE = "excluded.json"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Exclusions:
     """The exclusions as the files are at the moment; a server reads them while it runs."""
 
     out: Path | None = None  # the run's folder; None: no client is excluded
     keys: Path | None = None  # the folder of keys; None: no key is revoked
     fingerprints: Mapping[str, str] = field(default_factory=dict)  # by name: of the client's key
+    known_revoked: set[str] = field(default_factory=set)  # fingerprints: a key that was revoked once stays revoked
 
     def excluded(self) -> frozenset[str]:
         return frozenset() if self.out is None else frozenset(read_excluded(self.out))
@@ -35,8 +37,9 @@ class Exclusions:
     def revoked(self) -> frozenset[str]:
         if self.keys is None:
             return frozenset()
-        revoked_keys = read_revoked_keys(self.keys / REVOKED_FILE)
-        return frozenset(name for name, fingerprint in self.fingerprints.items() if fingerprint in revoked_keys)
+        with suppress(ConfigError):  # if the list is damaged, the port accepts nobody, and the operator is told there
+            self.known_revoked |= read_revoked_keys(self.keys / REVOKED_FILE).keys()
+        return frozenset(name for name, fingerprint in self.fingerprints.items() if fingerprint in self.known_revoked)
 
 
 def read_excluded(out: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from fedmll.data.images.cache import Progress, no_progress
 from fedmll.deploy import file_references
 from fedmll.deploy.security import certificates
 from fedmll.deploy.security import client_keys as keys
+from fedmll.deploy.security.private_keys import without_passphrase
 from fedmll.deploy.server.serve import study_digest
 
 CELLS = {PRESENT: "1", ABSENT: "0", UNKNOWN: ""}
@@ -134,8 +136,11 @@ def running_clients(rehearsal: Rehearsal, server: str, insecure: bool) -> Iterat
         for name in rehearsal.names:
             with (rehearsal.folder / name / "join.log").open("wb") as log:
                 command = join_command(rehearsal, name, server, insecure)
+                environment = without_passphrase(os.environ)
                 clients.append(
-                    subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+                    subprocess.Popen(
+                        command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+                    )
                 )
         yield clients
         for client in clients:

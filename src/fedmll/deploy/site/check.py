@@ -10,7 +10,6 @@ import datetime
 import hashlib
 import json
 import shutil
-import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from fedmll.data.images.cache import Progress, no_progress
 from fedmll.data.images.labels_csv import PATIENT_COLUMNS, LabelTable
 from fedmll.data.images.problems import abbreviate
 from fedmll.deploy.security import certificates
-from fedmll.deploy.security.private_keys import UnsupportedAlgorithm, load_private_key
+from fedmll.deploy.security.private_keys import UnsupportedAlgorithm, check_private_file, load_private_key
 from fedmll.deploy.site import join
 from fedmll.deploy.site.join import ServerAccess
 from fedmll.deploy.site.site_config import Site
@@ -222,11 +221,12 @@ def _check_keys(access: ServerAccess) -> list[CheckResult]:
             text = f"{path} does not exist ({option}); `fedmll keys --help` explains who creates it"
             results.append(CheckResult("keys", "error", text))
     if access.key is not None and access.key.is_file():
-        if stat.S_IMODE(access.key.stat().st_mode) & 0o077:
-            results.append(CheckResult("keys", "warning", f"{access.key} can be read by others: chmod 600"))
         try:
+            check_private_file(access.key)
             load_private_key(access.key.read_bytes(), access.passphrase)
-        except (ValueError, UnsupportedAlgorithm, OSError):
+        except FedmllError as error:
+            results.append(CheckResult("keys", "error", str(error)))
+        except (ValueError, UnsupportedAlgorithm):
             results.append(CheckResult("keys", "error", f"{access.key} is not a key made by `fedmll keys new`"))
     if access.ca is not None and access.ca.is_file():
         try:
