@@ -30,7 +30,7 @@ from fedmll.deploy.model_delivery import ModelDelivery, receive_model
 from fedmll.deploy.site import worker as site_worker
 from fedmll.deploy.site.site_config import Site, read_site_file, write_site_file
 from fedmll.deploy.site.worker import SiteWorker
-from fedmll.inference.model_file import SavedModel, load_model
+from fedmll.inference.model_file import SavedModel, build_metadata, load_model
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def content_of(worker: SiteWorker, change: Callable[[dict, dict], None] = lambda
     tensors = trainer.named(Message(trainer.weights.dump())) | trainer.frozen()
     told: dict[str, Any] = {"format": 1, "classes": list(CLASSES), "round": 2, "thresholds": None, "calibration": None}
     change(tensors, told)
-    raw = save({name: tensor.clone() for name, tensor in tensors.items()}, {"fedmll": json.dumps(told)})
+    raw = save({name: tensor.clone() for name, tensor in tensors.items()}, build_metadata(tensors, told))
     return Message({"model": torch.frombuffer(bytearray(raw), dtype=torch.uint8)})
 
 

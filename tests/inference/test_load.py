@@ -21,7 +21,7 @@ from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.federation import Federation, build
 from fedmll.evaluation.thresholds import best_thresholds
 from fedmll.inference.image_predictions import decode_batches, find_images, read_pixels
-from fedmll.inference.model_file import METADATA_KEY
+from fedmll.inference.model_file import METADATA_KEY, write_model
 from fedmll.runs.array_files import read_predictions
 from fedmll.runs.run_folder import MODEL_FILE, PREDICTIONS_FILE
 
@@ -192,7 +192,7 @@ def changed(source: Path, file: Path, **facts: object) -> Path:
     """The same tensors with another description."""
     with safe_open(source / MODEL_FILE, "pt") as opened:
         described = json.loads(opened.metadata()[METADATA_KEY])
-    save_file(load_file(source / MODEL_FILE), file, {METADATA_KEY: json.dumps(described | facts)})
+    write_model(file, load_file(source / MODEL_FILE), described | facts)
     return file
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from conftest import small
 from PIL import Image
 from safetensors import safe_open
@@ -22,8 +24,8 @@ from typer.testing import CliRunner
 
 from fedmll import load_model, load_run, run
 from fedmll.cli.main import app
-from fedmll.core.errors import ConfigError, DataError, FedmllError
-from fedmll.inference.model_file import METADATA_KEY
+from fedmll.core.errors import ConfigError, FedmllError
+from fedmll.inference.model_file import METADATA_KEY, write_model
 from fedmll.inference.model_metadata import PluginWarning
 from fedmll.runs.run_folder import MODEL_FILE
 
@@ -105,7 +107,7 @@ def crafted(source: Path, file: Path, change: Change, trap: Path) -> Path:
     with safe_open(source / MODEL_FILE, "pt") as opened:
         described = json.loads(opened.metadata()[METADATA_KEY])
     change(described, trap)
-    save_file(load_file(source / MODEL_FILE), file, {METADATA_KEY: json.dumps(described)})
+    write_model(file, load_file(source / MODEL_FILE), described)
     return file
 
 
@@ -245,11 +247,130 @@ def test_wrong_values_are_rejected_in_one_sentence(where: str, trained: Path, tm
     assert where in said and ". " not in said and said.endswith(".")
 
 
-def test_deeply_nested_metadata_is_rejected(trained: Path, tmp_path: Path) -> None:
-    deep = "[" * 100_000 + "]" * 100_000
-    save_file(load_file(trained / MODEL_FILE), tmp_path / "deep.safetensors", {METADATA_KEY: deep})
-    with pytest.raises(DataError, match="not a complete model file"):
-        load_model(tmp_path / "deep.safetensors")
+def refused_in_one_sentence(found: Result) -> str:
+    """The message of a command that refuses a file, which is one sentence."""
+    assert isinstance(found.exception, FedmllError), (found.output, found.exc_info)
+    said = str(found.exception)
+    assert ". " not in said and said.endswith("."), said
+    return said
+
+
+@pytest.mark.parametrize("depth", [20, 900, 100_000])
+def test_deeply_nested_metadata_is_rejected(depth: int, trained: Path, images: Path, tmp_path: Path) -> None:
+    file = tmp_path / "deep.safetensors"
+    for text in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+        save_file(load_file(trained / MODEL_FILE), file, {METADATA_KEY: text})
+        found = CliRunner().invoke(app, arguments("predict", file, images, tmp_path))
+        assert "nested deeper than 16 levels" in refused_in_one_sentence(found)
+
+
+def test_very_long_metadata_is_rejected(trained: Path, images: Path, tmp_path: Path) -> None:
+    file = tmp_path / "long.safetensors"
+    save_file(load_file(trained / MODEL_FILE), file, {METADATA_KEY: "[" + "[]," * 2**23 + "[]]"})
+    found = CliRunner().invoke(app, arguments("predict", file, images, tmp_path))
+    assert "at most 16,777,216 are accepted" in refused_in_one_sentence(found)
+
+
+HUGE: dict[str, Change] = {
+    "image": lambda described, _: described.update(sample_shape=[1, 60_000, 60_000]),
+    "layers": lambda described, _: described["experiment"]["model"].update(channels=[60_000, 60_000]),
+    "neck": lambda described, _: described["experiment"]["model"].update(width=2**34),
+    "etf": lambda described, _: (
+        described["experiment"].update(method={"name": "fednca-ml"}),
+        described["experiment"]["model"].update(channels=[60_000]),
+        described.update(classes=[f"class {number}" for number in range(60_000)], thresholds=None),
+    ),  # type: ignore[dict-item,func-returns-value]
+    "lift": lambda described, _: (
+        described["experiment"].update(method={"name": "fed-ridge", "lift": "second", "lift_width": 4096}),
+        described["experiment"]["model"].update(channels=[60_000]),
+    ),  # type: ignore[dict-item,func-returns-value]
+}
+
+
+@pytest.mark.parametrize("what", HUGE)
+@pytest.mark.parametrize("command", ["predict", "export"])
+def test_huge_network_is_rejected_before_memory_is_allocated(
+    what: str, command: str, trained: Path, images: Path, tmp_path: Path
+) -> None:
+    """The memory of the test process does not grow by more than a fraction of what the file asks for."""
+    file = crafted(trained, tmp_path / "sent.safetensors", HUGE[what], tmp_path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = CliRunner().invoke(app, arguments(command, file, images, tmp_path / "out"))
+    said = refused_in_one_sentence(found)
+    assert "far larger than the" in said or "at most 67,108,864 values" in said
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000  # kB
+
+
+@pytest.mark.parametrize("command", ["predict", "export"])
+def test_every_changed_bit_is_noticed(command: str, trained: Path, images: Path, tmp_path: Path) -> None:
+    whole = (trained / MODEL_FILE).read_bytes()
+    generator = np.random.default_rng(0)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = [*generator.integers(0, header, 40), *generator.integers(header, len(whole), 20)]
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(generator.integers(8))
+        (tmp_path / "damaged.safetensors").write_bytes(damaged)
+        found = CliRunner().invoke(app, arguments(command, tmp_path / "damaged.safetensors", images, tmp_path / "out"))
+        assert isinstance(found.exception, FedmllError), (place, found.output, found.exc_info)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_rejected(
+    value: float, command: str, trained: Path, images: Path, tmp_path: Path
+) -> None:
+    model = load_model(trained / MODEL_FILE)
+    weights = {name: tensor.clone() for name, tensor in model.weights.items()}
+    weights["head.weight"][3, 5] = value
+    write_model(tmp_path / "diverged.safetensors", weights, model.description)
+    found = CliRunner().invoke(app, arguments(command, tmp_path / "diverged.safetensors", images, tmp_path / "out"))
+    assert "NaN or infinite, 'head.weight' is the first" in refused_in_one_sentence(found)
+
+
+VALUES: tuple[Any, ...] = (None, True, -1, 0.5, 10**30, 1e308, "", "x", [], ["x"], [[1]], {}, {"x": 1}, [None])
+
+
+def test_values_of_any_type_are_used_or_rejected(trained: Path, images: Path, tmp_path: Path) -> None:
+    """Every value of the metadata is replaced by values of other types; no command ends with another error."""
+    described = load_model(trained / MODEL_FILE).description
+    places = [(key,) for key in described]
+    places += [("experiment", section) for section in described["experiment"]]
+    places += [("experiment", s, key) for s, v in described["experiment"].items() if isinstance(v, dict) for key in v]
+    generator = np.random.default_rng(1)
+    for place in places:
+        for choice in generator.choice(len(VALUES), 1):
+
+            def change(values: dict[str, Any], _: Path, place: Any = place, value: Any = VALUES[choice]) -> None:
+                for key in place[:-1]:
+                    values = values[key]
+                values[place[-1]] = value
+
+            file = crafted(trained, tmp_path / "sent.safetensors", change, tmp_path)
+            for command in ("predict", "copy"):
+                found = CliRunner().invoke(app, arguments(command, file, images, tmp_path / "out"))
+                assert found.exception is None or isinstance(found.exception, FedmllError), (
+                    place,
+                    VALUES[choice],
+                    found.exc_info,
+                )
+
+
+def test_class_names_that_look_like_paths_are_stored_as_they_are(fedmll: Any, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    names = ["/left/lung", "/right/lung", "side:/left/lung"]
+    lines = [",".join(("image", *names))]
+    for place in range(24):
+        Image.fromarray(generator.integers(0, 256, (8, 8), dtype=np.uint8)).save(tmp_path / f"{place}.png")
+        lines.append(f"{place}.png,{place % 2},{place // 2 % 2},{place // 4 % 2}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
+    settings = ["data.name=folder:labels.csv", f"data.classes={json.dumps(names)}", "partition.clients=2"]
+    settings += ["training.rounds=1", "model.channels=[4]"]
+    code, _, error = fedmll("run", "--out", "run", *(word for text in settings for word in ("--set", text)))
+    assert code == 0, error
+    model = load_model(tmp_path / "run" / MODEL_FILE)
+    assert list(model.classes) == names and model.description["experiment"]["data"]["classes"] == names
+    assert str(tmp_path) not in json.dumps(model.description)
 
 
 @pytest.fixture(scope="module")

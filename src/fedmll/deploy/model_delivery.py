@@ -8,7 +8,6 @@ the model it derives from the experiment that it approved.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from fedmll.core.errors import FedmllError
 from fedmll.core.message import Message, Tensors
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.engines.trainer import Trainer
-from fedmll.inference.model_file import METADATA_KEY, SavedModel, describe_model, read_model, write_model
+from fedmll.inference.model_file import SavedModel, build_metadata, describe_model, read_model, write_model
 from fedmll.inference.model_metadata import FORMAT_VERSION
 from fedmll.methods.client_round import ClientInfo
 from fedmll.methods.parts.classifier_rows import own_rows
@@ -61,27 +60,28 @@ class ModelDelivery:
         private = self.trainer.method.has("private-labels")
         key = client.name if private or client.name in self.site_thresholds else ""
         if key not in self.messages:
-            all_rows = _contiguous(self.model.weights), self._metadata_for(client, range(len(self.model.classes)))
-            content = save(*(self._own_rows(client) if private else all_rows))
+            all_rows = self.model.weights, range(len(self.model.classes))
+            weights, rows = self._own_rows(client) if private else all_rows
+            content = save(_contiguous(weights), build_metadata(weights, self._description_for(client, rows)))
             self.messages[key] = Message({CONTENT: torch.frombuffer(bytearray(content), dtype=torch.uint8)})
         message = self.messages[key]
         return message, {"digest": hashlib.sha256(message[CONTENT].numpy().tobytes()).hexdigest()}
 
-    def _own_rows(self, client: ClientInfo) -> tuple[Tensors, dict[str, str]]:
+    def _own_rows(self, client: ClientInfo) -> tuple[Tensors, Sequence[int]]:
         trainer = self.trainer
         trainer.load(self.model.weights)
         sent = trainer.method.send(trainer.weights.dump(), client, trainer.task.rounds)
         rows = own_rows(self.model.classes, client.owned).tolist()
         site_trainer = Trainer(replace(trainer.task, classes=tuple(self.model.classes[row] for row in rows)))
-        return _contiguous(site_trainer.named(sent) | site_trainer.frozen()), self._metadata_for(client, rows)
+        return site_trainer.named(sent) | site_trainer.frozen(), rows
 
-    def _metadata_for(self, client: ClientInfo, rows: Sequence[int]) -> dict[str, str]:
+    def _description_for(self, client: ClientInfo, rows: Sequence[int]) -> dict[str, Any]:
         values = {name: self.model.description.get(name) for name in ("thresholds", "thresholds_for", "calibration")}
         values |= self.site_thresholds.get(client.name, {})
         for name in ("thresholds", "calibration"):
             values[name] = None if values[name] is None else np.asarray(values[name])[list(rows)].tolist()
         values |= {"format": FORMAT_VERSION, "round": self.model.description["round"]}
-        return {METADATA_KEY: json.dumps(values | {"classes": [self.model.classes[row] for row in rows]})}
+        return values | {"classes": [self.model.classes[row] for row in rows]}
 
 
 def describe_undelivered(names: Sequence[str], file: Path, private: bool) -> str:

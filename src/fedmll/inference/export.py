@@ -60,6 +60,7 @@ def export(source: SavedRun | SavedModel, to: str, out: Path) -> list[Path]:
     if to not in FORMATS:
         raise ConfigError(f"A model can be exported to {', '.join(FORMATS)}; not to '{to}'.")
     model = source.model if isinstance(source, SavedRun) else source
+    _ = model.trainer  # a file that does not hold the model that it describes is rejected
     file = out / {"onnx": "model.onnx", "safetensors": MODEL_FILE, "torchscript": "model.pt"}[to]
     if file.exists() and file.samefile(model.file):
         raise ConfigError(f"{out} holds the model itself; choose another --out.")

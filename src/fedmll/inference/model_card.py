@@ -56,7 +56,8 @@ def _intervals(run: SavedRun, model: SavedModel) -> dict[str, tuple[float, float
 
 
 def _data(model: SavedModel) -> str:
-    return str(model.description["experiment"]["data"]["name"])
+    name: str = model.description["experiment"].get("data", {}).get("name", model.experiment.data.name)
+    return name
 
 
 def _front_matter(model: SavedModel, run: SavedRun | None) -> str:
@@ -90,13 +91,13 @@ def _description(model: SavedModel, file: str) -> str:
     described = model.description
     method = registry.all_of("method").get(described["method"])
     summary = f" ({method.summary})" if method is not None and method.summary else ""
-    settings, training = described["experiment"]["model"], described["experiment"]["training"]
+    training = model.experiment.training
     shape = " × ".join(map(str, model.sample_shape))
     text = (
         f"`{file}` predicts which of {len(model.classes)} classes a sample shows, with one probability per class. It "
         f"was trained by the federated method `{described['method']}`{summary} with {described['clients']} clients; it "
-        f"is the model of round {described['round']}. Backbone `{settings['backbone']}`, head `{described['head']}`, "
-        f"input {shape}, loss `{training['loss']}`, {training['optimizer']} with lr {training['lr']:g}."
+        f"is the model of round {described['round']}. Backbone `{model.experiment.model.backbone}`, head "
+        f"`{described['head']}`, input {shape}, loss `{training.loss}`, {training.optimizer} with lr {training.lr:g}."
     )
     if described["initial_weights"]:
         text += f" Training started from the weights `{described['initial_weights']}`."
@@ -130,15 +131,14 @@ def _sample(model: SavedModel) -> str:
 
 
 def _data_section(model: SavedModel, run: SavedRun | None) -> str:
-    values = model.description["experiment"]
     text = f"## Data\n\n`{_data(model)}`"
     if run is None:
         return text + ". The run's folder was not available: which client annotated which class is not known here."
     samples = run.summary["samples"]
     text += (
         f": {samples['train']} training, {samples['validation']} validation and {samples['test']} test samples; "
-        f"training data divided by `{values['partition']['kind']}` among {run.summary['clients']} clients, annotation "
-        f"`{values['annotation']['kind']}`."
+        f"training data divided by `{model.experiment.partition.kind}` among {run.summary['clients']} clients, "
+        f"annotation `{model.experiment.annotation.kind}`."
     )
     annotating: Mapping[str, int] = run.summary.get("annotating_clients", {})
     rows = [(name, f"{count} of {run.summary['clients']}") for name, count in annotating.items()]

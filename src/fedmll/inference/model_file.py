@@ -1,13 +1,16 @@
 """A trained model as one file.
 
 `model.safetensors` holds every tensor that prediction needs, also the frozen ones, and in its metadata (`fedmll`, as
-JSON) a description of the model. Neither the data nor the initial weights are needed. A file never makes this program
-run code or open another file: plug-ins are named in it, and passed by the user who loads it.
+JSON) a description of the model with a checksum of everything. Neither the data nor the initial weights are needed. A
+file never makes this program run code, open another file, or allocate much more memory than its own size: plug-ins are
+named in it, and passed by the user who loads it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
 
 from fedmll.config.experiment import Experiment
 from fedmll.core import files, registry
@@ -38,6 +42,7 @@ from fedmll.inference.model_metadata import (
     check_complete,
     check_format,
     compare_plugins,
+    parse_metadata,
     writer_version,
 )
 from fedmll.methods.client_round import EVALUATION_BATCH
@@ -46,6 +51,9 @@ from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat_weights import FrozenState
 
 METADATA_KEY = "fedmll"
+MIN_ALLOCATION = 2**24  # values; see AllocationLimit
+MIN_TENSOR = 2**10  # values that the smallest tensor counts as: millions of tiny layers need memory too
+HOW_TO_REPAIR = "Copy it again; if the run's checkpoints are there, `fedmll resume FOLDER` writes it again."
 
 KnownLabels = Mapping[str, int] | NDArray[np.integer]
 """Known labels: {class: 1 or 0} for all samples, or an array (N, C) with 1, 0 and -1 for unknown."""
@@ -59,10 +67,14 @@ def describe_model(
     """The description of a model for its file (see `ModelDescription`). Paths are stored without their folders."""
     values = experiment.model_dump(mode="json", exclude_none=True, exclude={"engine", "plugins"})
     values["data"].pop("root", None)
+    values["data"]["name"] = _without_folders(values["data"]["name"])
+    if "file" in values["partition"]:
+        values["partition"]["file"] = _without_folders(values["partition"]["file"])
+    values["method"] = {name: _without_folders(value) for name, value in values["method"].items()}  # text encoders
     weights = values["model"].pop("weights", None)
     task, head = trainer.task, trainer.method.network_head
     scale = pixel_scale(experiment.model, task.sample_shape[0]) if len(task.sample_shape) == 3 else None
-    description = {
+    return {
         "format": FORMAT_VERSION,
         "versions": {"fedmll": fedmll_version(), "torch": str(torch.__version__)},
         "method": experiment.method.name,
@@ -77,20 +89,60 @@ def describe_model(
         "calibration": None,  # or a and b of σ(a z + b) for each class: see evaluation/thresholds.py
         "clients": task.clients,
         "round": round,
-        "initial_weights": weights,
+        "initial_weights": _without_folders(weights),
         "layout": trainer.model.backbone.layout,
         "frozen": sorted(trainer.frozen()),
-        "plugins": list(experiment.plugins),
+        "plugins": [Path(file).name for file in experiment.plugins],
         "plugin_checksums": [registry.checksum_of(Path(file)) for file in experiment.plugins],
         "experiment": values,
     }
-    return {name: _without_folders(value) for name, value in description.items()}
 
 
 def write_model(file: Path, weights: Tensors, description: Mapping[str, Any]) -> None:
     with files.atomic_replace(file) as temporary:
-        metadata = {METADATA_KEY: json.dumps(description)}  # one key: the order of several would be random
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary, metadata)
+        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(contiguous, temporary, build_metadata(weights, description))
+
+
+def build_metadata(weights: Tensors, description: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of a model file: its description with the checksum. One key, as the order of several is random."""
+    return {METADATA_KEY: json.dumps({**description, "checksum": content_checksum(weights, description)})}
+
+
+def content_checksum(weights: Tensors, description: Mapping[str, Any]) -> str:
+    """The SHA-256 of a description, without its checksum, and of the names, types, shapes and values of all tensors."""
+    described = {name: value for name, value in description.items() if name != "checksum"}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class AllocationLimit(TorchFunctionMode):
+    """While it is active, torch functions that create tensors raise ConfigError beyond a total number of values.
+
+    The network that a model file describes has no more values than the file. A description of a much larger one is
+    rejected before memory is allocated.
+    """
+
+    CREATE = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full, torch.eye, torch.arange)
+
+    def __init__(self, file: Path, stored: int) -> None:
+        super().__init__()
+        self.file, self.stored, self.created = file, stored, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.CREATE:
+            size = (kwargs or {}).get("size", args[0] if func is torch.full or len(args) == 1 else args)
+            count = math.prod(size) if isinstance(size, Sequence) else int(size)
+            self.created += max(count, MIN_TENSOR)
+            if self.created > 8 * self.stored + MIN_ALLOCATION:
+                raise ConfigError(
+                    f"{self.file} is refused because it describes a network that is far larger than the "
+                    f"{self.stored:,} values in it; get the file again from whoever trained the model."
+                )
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -143,12 +195,11 @@ class SavedModel:
         experiment = build_experiment(self.file, description)
         frozen = {name: self.weights[name] for name in description["frozen"] if name in self.weights}
         finished = FrozenState(frozen, description["layout"])
-        trainer = Trainer(
-            Task(
-                experiment, self.classes, self.sample_shape, description["clients"], torch.device("cpu"),
-                finished=finished,
-            )
-        )  # fmt: skip
+        task = Task(
+            experiment, self.classes, self.sample_shape, description["clients"], torch.device("cpu"), finished=finished
+        )
+        with AllocationLimit(self.file, sum(tensor.numel() for tensor in self.weights.values())):
+            trainer = Trainer(task)
         places = trainer.weights.layout | trainer.weights.counter_layout
         expected = {name: place.shape for name, place in places.items()}
         expected |= {name: tensor.shape for name, tensor in trainer.frozen().items()}
@@ -257,6 +308,13 @@ def load_model(file: Path | str, *, plugins: Sequence[Path | str] = ()) -> Saved
     """
     model, paths = read_model(file), [Path(plugin).expanduser().absolute() for plugin in plugins]
     check_complete(model.file, model.description)
+    not_finite = [name for name, tensor in model.weights.items() if not torch.isfinite(tensor).all()]
+    if not_finite:
+        raise DataError(
+            f"{file} cannot be used because {len(not_finite)} of its {len(model.weights)} tensors have values that are "
+            f"NaN or infinite, '{not_finite[0]}' is the first: its training diverged, so train again with a lower "
+            "training.lr."
+        )
     for path in paths:
         registry.load_plugin_file(path)
     for text in compare_plugins(model.file, model.description, paths):
@@ -272,24 +330,21 @@ def read_model(file: Path | str) -> SavedModel:
     try:
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata() or {}
-            description = json.loads(metadata.get(METADATA_KEY, "null"))
+            description = parse_metadata(file, metadata.get(METADATA_KEY, "null"))
             check_format(file, description)
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError, OSError, RecursionError) as error:
-        raise DataError(
-            f"{file} is not a complete model file ({' '.join(str(error).split())[:200]}). Copy it again; if the run's "
-            "checkpoints are there, `fedmll resume FOLDER` writes it again."
-        ) from None
+    except (SafetensorError, ValueError, OSError) as error:
+        raise DataError(f"{file} is not a complete model file ({_one_line(error)}). {HOW_TO_REPAIR}") from None
+    if description.get("checksum") != content_checksum(weights, description):
+        raise DataError(f"{file} is damaged: its content does not match its checksum. {HOW_TO_REPAIR}")
     return SavedModel(file, description, weights)
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
 def _without_folders(value: Any) -> Any:
-    """Reduce absolute paths, also behind a word and a colon, to their last name: the folders mean nothing elsewhere."""
-    if isinstance(value, dict):
-        return {key: _without_folders(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_folders(inner) for inner in value]
-    if isinstance(value, str):
-        kind, colon, rest = value.rpartition(":")
-        return f"{kind}{colon}{Path(rest).name}" if Path(rest).is_absolute() else value
-    return value
+    """Reduce an absolute path, also behind a word and a colon, to its last name: the folders mean nothing elsewhere."""
+    kind, colon, rest = str(value).rpartition(":")
+    return f"{kind}{colon}{Path(rest).name}" if isinstance(value, str) and Path(rest).is_absolute() else value

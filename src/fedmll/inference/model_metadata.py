@@ -6,6 +6,8 @@ ever opened. Plug-ins are named in it; the user passes them.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -25,6 +27,10 @@ NEVER_STORED: dict[str, set[str] | None] = {
     "engine": None, "plugins": None, "data": {"root"}, "model": {"weights"}
 }  # fmt: skip
 
+MAX_METADATA = 2**24  # characters of JSON
+MAX_DEPTH = 16  # levels of lists and objects in it
+MAX_SAMPLE = 2**26  # values of a sample: an image of 4096 × 4096 with 3 channels has 50 million
+
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=3)]
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
@@ -43,7 +49,8 @@ class PixelScale(BaseModel):
 class ModelDescription(BaseModel):
     """The metadata of a model file: every key and its type."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    checksum: str  # of everything else in the file: see model_file.content_checksum
     format: int
     versions: dict[str, str]
     method: str
@@ -64,6 +71,28 @@ class ModelDescription(BaseModel):
     plugins: list[str]  # file names
     plugin_checksums: list[str | None] = []  # SHA-256, in the order of `plugins`
     experiment: dict[str, Any]
+
+
+def parse_metadata(file: Path, text: str) -> Any:
+    """Parse the JSON of a description. Text that is too long or nested too deep is rejected: it may be an attack."""
+    refused = f"{file} is refused because its metadata"
+    if len(text) > MAX_METADATA:
+        raise ConfigError(f"{refused} has {len(text):,} characters, and at most {MAX_METADATA:,} are accepted.")
+    try:
+        description = json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{refused} is nested deeper than {MAX_DEPTH} levels.") from None
+    level: list[Any] = [description]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, list | dict)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise ConfigError(f"{refused} is nested deeper than {MAX_DEPTH} levels.")
+    return description
 
 
 def check_format(file: Path, description: Any) -> None:
@@ -98,6 +127,11 @@ def check_complete(file: Path, description: Mapping[str, Any]) -> None:
             f"{file} is refused because '{where}' in its metadata is wrong ({printable(first['msg'], 100)}); get the "
             "file again from whoever trained the model."
         ) from None
+    if math.prod(description["sample_shape"]) > MAX_SAMPLE:
+        raise ConfigError(
+            f"{file} is refused because its metadata has samples of shape {description['sample_shape']}, and at most "
+            f"{MAX_SAMPLE:,} values are accepted; get the file again from whoever trained the model."
+        )
     for name in ("thresholds", "calibration"):
         values = description.get(name)
         if values is not None and len(values) != len(description["classes"]):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fedmll.core.errors import ConfigError
 from fedmll.core.seeding import numpy_generator
 from fedmll.models.backbones import Backbone
-from fedmll.models.network import CLASSIFIER_ROWS, Network
+from fedmll.models.network import CLASSIFIER_ROWS, Network, normal_matrix
 
 MAX_STORED_WEIGHTS = 2**25  # attention weights per batch that are stored for the gradients: 128 MB
 
@@ -24,7 +24,7 @@ def orthonormal(rows: int, columns: int, seed: int, purpose: str) -> np.ndarray:
 
     The signs of the QR decomposition are fixed (diag R > 0), so that each machine builds the same matrix.
     """
-    q, r = np.linalg.qr(numpy_generator(seed, purpose).standard_normal((rows, columns)))
+    q, r = np.linalg.qr(normal_matrix(numpy_generator(seed, purpose), rows, columns))
     return np.asarray(q * np.sign(np.diag(r)))
 
 

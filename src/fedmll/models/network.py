@@ -84,6 +84,11 @@ class Classifier(Network):
         return {CLASSIFIER_ROWS: self.head.weight}
 
 
+def normal_matrix(generator: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Draw float64 values from N(0, 1). torch allocates them, so that the limit for loaded model files applies."""
+    return generator.standard_normal(out=torch.empty(rows, columns, dtype=torch.float64).numpy())
+
+
 class Lift(nn.Module):
     """Additional nonlinear features for a linear head: φ(f) = [f, ℓ(f̂)], where f̂ is f scaled to mean 0 and variance 1.
 
@@ -102,11 +107,11 @@ class Lift(nn.Module):
         super().__init__()
         self.kind, self.width = kind, width + added
         draw = numpy_generator(seed, "lift", kind)
-        matrix = draw.standard_normal((added, width)) / math.sqrt(width)
+        matrix = normal_matrix(draw, added, width) / math.sqrt(width)
         other = {
             "relu": lambda: draw.standard_normal(added),
             "fourier": lambda: draw.uniform(0, 2 * math.pi, added),
-            "second": lambda: draw.standard_normal((added, width)) / math.sqrt(width),
+            "second": lambda: normal_matrix(draw, added, width) / math.sqrt(width),
         }[kind]()
         for name, values in (("first", matrix), ("second", other)):
             self.register_buffer(name, torch.from_numpy(values.astype(np.float32)), persistent=False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedmll.config.settings import ModelSettings
-from fedmll.core.errors import ConfigError
+from fedmll.core.errors import ConfigError, FedmllError
 from fedmll.core.registry import register
 from fedmll.models.backbones.base import Backbone
 from fedmll.models.pretrained_weights import PixelScaling
@@ -67,8 +67,19 @@ def vit(model: ModelSettings, sample_shape: tuple[int, ...]) -> VisionTransforme
 def vit_of_layout(layout: Mapping[str, Any]) -> VisionTransformer:
     """As a finished model's file describes it; untrained."""
     library = _library()
-    config = library.ViTConfig(**{key: value for key, value in layout.items() if key in LAYOUT})
-    return VisionTransformer(library.ViTModel(config, add_pooling_layer=False))
+    try:
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size", "num_channels"):
+            if not isinstance(layout.get(key), int) or layout[key] < 1:
+                raise ValueError(f"{key} is not a positive integer")
+        config = library.ViTConfig(**{key: value for key, value in layout.items() if key in LAYOUT})
+        return VisionTransformer(library.ViTModel(config, add_pooling_layer=False))
+    except FedmllError:
+        raise
+    except Exception as error:  # transformers raises many kinds of errors
+        raise ConfigError(
+            f"The vision transformer of the model file cannot be built from its layout "
+            f"({' '.join(str(error).split())[:200]}); get the file again from whoever trained the model."
+        ) from None
 
 
 def small_vit(sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> VisionTransformer:
