@@ -1,4 +1,4 @@
-"""Annotation: who knows which classes, and what the others see instead."""
+"""Annotation: which client annotates which classes; all other targets are unknown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_client_misses_m_classes_and_some_client_knows_each_class(
 
 
 def test_every_class_is_known_if_there_is_just_enough_annotation() -> None:
-    """10 clients with one class each of 10: a blind draw covers them all once in 2,755 times."""
+    """10 clients with one class each of 10: a random draw covers all of them once in 2,755 times."""
     for seed in range(20):
         known = annotate("missing", 10, 10, seed, missing=9)
         assert (known.sum(axis=0) == 1).all() and (known.sum(axis=1) == 1).all()

@@ -1,4 +1,4 @@
-"""Augmentation: the operations against Pillow's and torch's, the recipes against their definition and their seed."""
+"""Augmentation: operations compared with Pillow's and torch's; augmentations with their definition."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_augmentation_keeps_shape_range_and_input_and_repeats_with_its_seed(reci
 
 @pytest.mark.parametrize("recipe", registry.all_of("augmentation"))
 def test_random_draws_depend_only_on_the_generator(recipe: str) -> None:
-    """After different pictures the generator is in the same state; torch's global one plays no part."""
+    """The state of the generator afterwards does not depend on the images; torch's global generator is not used."""
     used = []
     for seed, images in ((1, torch.zeros((COUNT, 1, 8, 8))), (2, pictures(3, 24, 20))):
         torch.manual_seed(seed)

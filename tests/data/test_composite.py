@@ -1,4 +1,4 @@
-"""Pad-stack composites against their definition: whose pixels are where, how many there are, which are used."""
+"""Composites compared with their definition: which source image is where, and how many there are."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pair_counts(labels: np.ndarray) -> np.ndarray:
 
 
 def used_rows(made: Dataset, dataset: Dataset, down: int = 2, across: int = 2) -> list[int]:
-    """Check every canvas against its label, and give the source images in them."""
+    """Check every canvas against its label; returns the source images in it."""
     used = []
     for position in range(len(made)):
         cells = [cell for cell in cells_of(made.store[position], down, across) if cell.any()]

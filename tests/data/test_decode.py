@@ -1,4 +1,4 @@
-"""What image files become: channels, sizes, deep pixels, and what cannot be decoded."""
+"""Decoded images: channels, sizes, pixels of more than 8 bits, and files that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_scan_when_no_image_can_be_opened(count: int) -> None:
 
 
 def test_disk_error_is_not_reported_as_bad_image(tmp_path: Path, cache_folder: Path) -> None:
-    """It may be better the next time: nothing is cached_json."""
+    """The next attempt may succeed, so nothing is cached."""
     (tmp_path / "0.png").write_bytes(encode(random_pixels(8, 8)))
     paths = [tmp_path / "0.png", tmp_path / "away.png"]
     images = EncodedImages(2, paths.__getitem__, lambda position: f"'{paths[position]}'")

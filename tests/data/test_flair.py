@@ -203,7 +203,7 @@ def test_broken_hdf5_files_are_explained(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """What measures the opening of 429,078 images."""
+    """The benchmark that measures how long 429,078 images take to open."""
     path = Path(__file__).parents[2] / "benchmarks" / "flair_shaped.py"
     spec = importlib.util.spec_from_file_location("flair_shaped", path)
     assert spec is not None and spec.loader is not None

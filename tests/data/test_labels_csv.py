@@ -1,4 +1,4 @@
-"""The labels file: which columns are classes, which rows are wrong, and that one report says all of it."""
+"""The labels file: class columns, wrong rows, and one report of all problems."""
 
 from __future__ import annotations
 

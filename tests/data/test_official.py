@@ -1,4 +1,4 @@
-"""Official datasets in their official layouts: right labels for known images, and one report of all that is wrong."""
+"""Official datasets in their official layouts: right labels for known images, and one report of all problems."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def numbers_of(data: Dataset) -> list[int]:
 
 
 def told(data: Dataset) -> dict[int, dict[str, int]]:
-    """By image, what is said of its classes; absent is not said."""
+    """The known targets of each image by class name, without absent classes."""
     rows = zip(numbers_of(data), data.labels, strict=True)
     return {
         number: {name: int(value) for name, value in zip(data.classes, row, strict=True) if value}

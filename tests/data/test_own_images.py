@@ -1,4 +1,4 @@
-"""A user's own images from the file to the federation: clients, patients, sizes, deep pixels, what is left out."""
+"""A user's own images, from file to federation: clients, patients, sizes, 16-bit pixels, skipped images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scan(number: int, height: int = 12, width: int = 16, bits: int = 8) -> np.nd
 
 
 def hospital(folder: Path, count: int = 40, client: bool = True, patients_of: int = 4, **image: Any) -> str:
-    """Two sites with backslash paths, `patients_of` images a patient, ages, free text and a blank here and there."""
+    """Two sites with backslash paths, `patients_of` images per patient, ages, free text and some blank cells."""
     rows = ["image,patient,age,note,sick,old" + (",client" if client else "")]
     for number in range(count):
         place = "north" if number < count // 2 else "south"
@@ -276,7 +276,7 @@ def test_pack_scales_images_of_more_than_8_bits(tmp_path: Path) -> None:
 
 
 def spoil(folder: Path) -> None:
-    """One missing, one that is no image, one that is cut off."""
+    """One image is missing, one is not an image, one is truncated."""
     (folder / "images" / "north" / "2.png").unlink()
     (folder / "images" / "north" / "3.png").write_bytes(b"not an image")
     file = folder / "images" / "south" / "30.png"
@@ -446,7 +446,7 @@ def test_settings_that_a_source_does_not_use_are_rejected(name: str, reading: Re
 
 
 def test_dermamnist_composites_of_ham10000() -> None:
-    """All singles and 50 composites a pair of the 7 classes, as docs/guide/data.md says; by lesion."""
+    """All singles and 50 composites per pair of the 7 classes, as in docs/guide/data.md; lesions stay together."""
     file = REAL / "ham10000_200x150.npz"
     if not file.exists():
         pytest.skip(f"{file} is not here")

@@ -1,4 +1,4 @@
-"""Participation: who takes part in a round; what a client trains on and what it holds out."""
+"""Participation: the clients of a round; training samples and held-out samples of a client."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_client_with_too_few_samples_holds_out_nothing(count: int, share: float,
 
 
 def test_no_random_draw_without_holdout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream takes 0.1 ms, and there may be 51,414 clients with 8 samples each."""
+    """A random generator takes 0.1 ms, and there may be 51,414 clients with 8 samples each."""
     monkeypatch.setattr(federation, "numpy_generator", None)
     assert split_holdout(np.arange(9), 0.1, 0, "a")[0].tolist() == list(range(9))
 

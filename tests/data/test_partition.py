@@ -1,4 +1,4 @@
-"""Partitions: what must hold for any labels (hypothesis, synthetic and real), and what each kind is for."""
+"""Partitions: properties for any labels (hypothesis, synthetic and real data), and what each kind gives."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def chest() -> Labels:
 
 
 def owners(result: Partition) -> NDArray[np.int64]:
-    """The client of each sample, -1 for nobody; fails when a sample has two."""
+    """The client of each sample, -1 for no client; fails if a sample has two."""
     owner = np.full(len(result.labels), -1)
     for client, positions in enumerate(result.clients):
         assert (owner[positions] == -1).all(), "a sample has two clients"
@@ -67,7 +67,7 @@ def owners(result: Partition) -> NDArray[np.int64]:
 
 
 def fewest_missing(labels: Labels, allowed: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(N, K) how many of a sample's positives a client may not show, and the least of them (N,)."""
+    """(N, K) how many of a sample's positives a client may not hold, and the minimum over clients (N,)."""
     missing = (labels == 1).astype(np.int64) @ (~allowed).astype(np.int64).T
     return missing, missing.min(axis=1)
 
@@ -99,7 +99,7 @@ def check_restricted(labels: Labels, result: Partition, most: int, unassignable:
 
 
 def can_be_met(labels: Labels, allowed: NDArray[np.bool_], unassignable: str, minimum: int) -> bool:
-    """Whether any deal gives each client `minimum` samples that it could own: a matching of seats to samples."""
+    """Whether some assignment gives each client `minimum` samples that it may hold: a bipartite matching."""
     missing, least = fewest_missing(labels, allowed)
     suits = (missing == least[:, None]) & ((least == 0) | (unassignable != "drop"))[:, None]
     seats = np.repeat(suits.T, minimum, axis=0)
@@ -280,7 +280,7 @@ def test_largest_and_smallest_allowed_values_work() -> None:
 
 
 def test_report_counts_affected_samples() -> None:
-    """Clients of one class each: {0, 1} fits nowhere, and the two samples of it are the ones touched."""
+    """Clients of one class each: {0, 1} fits no client, so its two samples are affected."""
     labels = np.array([[1, 0]] * 5 + [[0, 1]] * 5 + [[1, 1]] * 2, dtype=np.int8)
     reports = {
         rule: partition(labels, "labels-per-client", 2, 0, labels_per_client=1, unassignable=rule).report
@@ -350,7 +350,7 @@ def test_no_finding_is_spread_evenly() -> None:
 
 @pytest.mark.parametrize("beta", [0.05, 0.01])
 def test_voc2012_partition_matches_figure_11_of_fednca_ml(beta: float) -> None:
-    """γ = 0.5: at most 10 of the 20 classes a client; with so small a β nearly all of a class is at two clients."""
+    """γ = 0.5: at most 10 of the 20 classes per client; with this small β nearly all of a class is at two clients."""
     result = partition(voc2012(), "dirichlet", 10, 0, beta=beta, presence=0.5, minimum=32)
     check_restricted(voc2012(), result, 10, "drop", 32)
     counts = np.array([(voc2012()[rows] == 1).sum(axis=0) for rows in result.clients])
@@ -362,7 +362,7 @@ def test_voc2012_partition_matches_figure_11_of_fednca_ml(beta: float) -> None:
 
 @pytest.mark.parametrize("beta", [0.5, 0.1])
 def test_chest_x_ray_partition_matches_figure_12_of_fednca_ml(beta: float) -> None:
-    """γ = 0.5: at most 7 of the 14 findings a client; the healthy images, more than half of all, are spread evenly."""
+    """γ = 0.5: at most 7 of the 14 findings per client; the healthy images, over half of all, are spread evenly."""
     result = partition(chest(), "dirichlet", 10, 0, beta=beta, presence=0.5, minimum=32)
     check_restricted(chest(), result, 7, "drop", 32)
     counts = np.array([(chest()[rows] == 1).sum(axis=0) for rows in result.clients])
@@ -372,7 +372,7 @@ def test_chest_x_ray_partition_matches_figure_12_of_fednca_ml(beta: float) -> No
 
 
 def test_frequent_combinations_fit_some_client() -> None:
-    """Four blocks of three classes, all three together in most samples; rare pairs across the blocks must give way."""
+    """Four blocks of three classes, together in most samples; rare pairs across blocks have lower priority."""
     blocks = np.repeat(np.kron(np.eye(4, dtype=np.int8), np.ones(3, dtype=np.int8)), 50, axis=0)
     across = np.zeros((3, 12), dtype=np.int8)
     across[[0, 0, 1, 1, 2, 2], [0, 3, 4, 7, 8, 11]] = 1
@@ -382,7 +382,7 @@ def test_frequent_combinations_fit_some_client() -> None:
 
 
 def test_the_papers_cifar_setting_drops_no_pair() -> None:
-    """10 clients of 5 of 10 classes can hold all 45 pairs; sets drawn blindly lose 3.6 of them on average."""
+    """10 clients of 5 of 10 classes can hold all 45 pairs; randomly drawn sets lose 3.6 of them on average."""
     labels = singles_and_pairs(10, singles=31, pairs=2)
     for seed in range(20):
         result = partition(labels, "dirichlet", 10, seed, presence=0.5)
@@ -400,7 +400,7 @@ def test_112120_samples_and_100_clients_take_less_than_5_seconds(real: bool) -> 
 
 
 def pin(labels: Labels, **settings: object) -> str:
-    """A hash of who has what and may show what."""
+    """A hash of each client's samples and allowed classes."""
     found = partition(labels, "dirichlet", 200, 3, **settings)
     digest = hashlib.sha256()
     for rows in found.clients:
@@ -424,14 +424,14 @@ def pin(labels: Labels, **settings: object) -> str:
 def test_partition_of_two_hundred_clients_did_not_change(
     settings: dict[str, object], few_classes: str, many_classes: str
 ) -> None:
-    """The hashes are of the code that looked at every client for every combination."""
+    """The hashes come from the slower code that examined every client for every combination."""
     assert pin(synthetic(1, 6_000, 12), **settings) == few_classes
     assert pin(synthetic(2, 9_000, 70, density=0.02), **settings) == many_classes
 
 
 @pytest.mark.parametrize("presence", [1.0, 0.5])
 def test_one_client_per_flair_user_takes_less_than_10_seconds(presence: float) -> None:
-    """51,414 clients, many of them too small at first: each is filled up without a look at all samples."""
+    """51,414 clients, many of them too small at first: each gets more samples without a search through all samples."""
     rng = np.random.default_rng(0)
     labels = singles_and_pairs(17, singles=1, pairs=1)[rng.integers(0, 153, 400_000)]
     begin = time.process_time()
@@ -535,7 +535,7 @@ def test_impossible_partition_is_rejected_in_one_paragraph(changes: dict[str, ob
 
 
 def test_following_the_advice_works() -> None:
-    """1/3 rounded to the nearest thousandth, 0.333, would be refused again."""
+    """1/3 rounded to the nearest thousandth, 0.333, would be rejected again."""
     labels = np.eye(3, dtype=np.int8)
     with pytest.raises(ConfigError, match=r"to 0\.334 or more"):
         partition(labels, "dirichlet", 3, 0, presence=0.1)

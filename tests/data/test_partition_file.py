@@ -1,4 +1,4 @@
-"""Frozen federations, and clients whose images look different."""
+"""Partition files, and feature skew: clients whose images look different."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deal's parts, one by one, against values worked out by hand or by the plainest way to do it."""
+"""The steps of the assignment, compared with values worked out by hand or by a plain algorithm."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def sets(allowed: NDArray[np.bool_]) -> list[list[int]]:
 
 
 def test_places_for_classes_without_a_client_stay_reserved() -> None:
-    """Two clients of two of four classes. After {0, 1} there is room for two classes, and two are nobody's: {0, 2},
-    frequent as it is, would leave one of them out."""
+    """Two clients with two of four classes each. After {0, 1} two places are free and two classes have no client: the
+    frequent {0, 2} would leave one of them without a client."""
     labels = np.repeat(np.array([[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]], dtype=np.int8), [9, 8, 7], axis=0)
     for seed in range(5):
         allowed = sample_assignment.draw_allowed_classes(
@@ -92,8 +92,8 @@ def test_places_for_classes_without_a_client_stay_reserved() -> None:
 
 
 def test_a_combination_goes_where_it_needs_the_fewest_new_classes() -> None:
-    """{0, 1} and {4, 5} open a client each, as the emptiest is taken; {0, 2} then needs one class beside {0, 1}, and
-    {4, 6} one beside {4, 5}, where elsewhere they would need two."""
+    """{0, 1} and {4, 5} go to empty clients. {0, 2} then needs one new class at the client of {0, 1}, and {4, 6} one at
+    the client of {4, 5}; at other clients they would need two."""
     rows = np.zeros((4, 7), dtype=np.int8)
     rows[[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 4, 5, 0, 2, 4, 6]] = 1
     labels = np.repeat(rows, [9, 8, 7, 6], axis=0)
@@ -164,7 +164,7 @@ def test_minimum_that_no_assignment_can_meet_is_rejected() -> None:
 
 
 def test_no_more_samples_move_than_needed() -> None:
-    """Sizes 0, 5 and 5 with a minimum of 3: both large clients give, and neither has to be filled up again."""
+    """Sizes 0, 5 and 5 with a minimum of 3: both large clients give samples, and neither falls below the minimum."""
     combinations = sample_assignment.find_combinations(np.ones((10, 1), dtype=np.int8))
     before = np.repeat([1, 2], 5)
     deal = sample_assignment.Assignment(
@@ -190,8 +190,8 @@ def test_samples_without_a_positive_move_last() -> None:
 def filled_up_plainly(
     deal: sample_assignment.Assignment, minimum: int, rng: np.random.Generator
 ) -> NDArray[np.int64] | None:
-    """What enforce_minimum promises, looked up in all samples at every step: the smallest client first, from the
-    largest that has something suitable, directly or through others; None if there is no way."""
+    """The same as enforce_minimum, but all samples are searched in every step: the smallest client first, from the
+    largest client with suitable samples, directly or through others; None if it is impossible."""
     owner, clients = deal.owner.copy(), len(deal.allowed)
     labels = deal.combinations.sets.toarray()[deal.combinations.of_sample]
     missing = labels @ (~deal.allowed).astype(int).T

@@ -1,4 +1,4 @@
-"""Every data source on files as users have them, good and bad; and on real data where it is at hand."""
+"""Every data source with good and bad files; also with real data, if it is available."""
 
 from __future__ import annotations
 

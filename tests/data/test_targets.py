@@ -1,4 +1,4 @@
-"""Targets as sources have them, and how samples and patients are divided into training and test."""
+"""Targets of sources, and the split of samples and patients into training and test data."""
 
 from __future__ import annotations
 
