@@ -49,7 +49,7 @@ def test_run_from_a_file_with_options_on_top(fedmll, tmp_path: Path) -> None:  #
     assert json.loads(summaries[0].read_text())["rounds"] == 1
 
 
-def test_compare_makes_tables_and_goes_on_where_it_was(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_compare_writes_tables_and_continues(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     words = [
         "compare",
         *QUICK,
@@ -129,7 +129,7 @@ def test_version_short_help_and_completion(fedmll) -> None:  # type: ignore[no-u
         assert "--plugin" in fedmll(*words, "-h").out
 
 
-def test_describe_counts_and_draws(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_data_describe_prints_counts_and_writes_images(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     said = fedmll("data", "describe", "--clients", "3", "--out", "map.png", "--set", "data.limit=90")
     assert said.code == 0, said.error
     assert "c002" in said.out
@@ -162,7 +162,7 @@ def test_folder_pack_and_run(fedmll, tmp_path: Path) -> None:  # type: ignore[no
     assert said.code == 0, said.error
 
 
-def test_bad_folders(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_bad_folders_of_images_are_rejected(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     table = make_folder(tmp_path)
 
     def with_table(changed: list[list[str]]) -> Said:
@@ -209,12 +209,12 @@ def test_bad_input_is_one_paragraph_and_code_2(fedmll, words: list[str], named: 
 @pytest.mark.parametrize(
     "data", [["ml-cifar10", "--root", str(SHARED_DATA)], [f"packed:{SHARED_DATA / 'coco2014_8k_112.npz'}"]]
 )
-def test_the_real_data_at_hand(fedmll, data: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_real_data_can_be_described(fedmll, data: list[str]) -> None:  # type: ignore[no-untyped-def]
     said = fedmll("run", "--data", *data, "--method", "fedavg", *QUICK, "--set", "data.size=32")
     assert said.code == 0, said.error
 
 
-def test_an_existing_folder_is_left_alone(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_run_into_an_existing_folder_is_rejected(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     refused(fedmll("run", *QUICK, "--out", "mine"), "nothing was changed")
@@ -256,7 +256,7 @@ def test_as_published_sets_what_a_paper_says_and_names_the_rest(fedmll, tmp_path
     assert "lr = 3e-05" in (tmp_path / "grid" / "centralized" / "seed-0" / "experiment.toml").read_text()
 
 
-def test_resume_goes_further_and_finds_data_that_moved(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_resume_with_more_rounds_and_moved_data(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     write_csv(tmp_path / "labels.csv", make_folder(tmp_path))
     assert fedmll(*FOLDER, "--out", "run").code == 0
     said = fedmll("resume", "run", "--rounds", "3")
@@ -268,7 +268,7 @@ def test_resume_goes_further_and_finds_data_that_moved(fedmll, tmp_path: Path) -
     assert fedmll("resume", "run", "--root", "moved").code == 0
 
 
-def test_a_note_is_shown_once_however_many_runs_it_is_true_of(fedmll) -> None:  # type: ignore[no-untyped-def]
+def test_note_is_shown_once_for_all_runs(fedmll) -> None:  # type: ignore[no-untyped-def]
     rows = "fedharmony,fedharmony:blocks=false"
     said = fedmll("compare", *QUICK, "--rounds", "2", "--methods", rows, "--seeds", "0,1", "--out", "grid")
     assert said.code == 0, said.error

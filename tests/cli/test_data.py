@@ -37,7 +37,7 @@ def tell(*words: str | Path) -> Any:
     return CliRunner().invoke(app, [*map(str, words)])
 
 
-def test_the_list_says_classes_samples_licence_and_what_is_there(tmp_path: Path) -> None:
+def test_data_list_shows_classes_samples_licence_and_availability(tmp_path: Path) -> None:
     official.voc2007(tmp_path)
     lines = {
         line.split("│")[1].strip(): line
@@ -49,7 +49,7 @@ def test_the_list_says_classes_samples_licence_and_what_is_there(tmp_path: Path)
     assert "1628" in lines["flair:fine"] and "ml-voc:2007" not in lines and "ml-ham10000" in lines
 
 
-def test_check_compares_with_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_check_compares_counts_with_the_published_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     official.voc2007(tmp_path)
     said = tell("data", "check", "voc:2007", "--root", tmp_path)
     assert said.exit_code == 1
@@ -65,14 +65,14 @@ def test_check_compares_with_what_is_published(tmp_path: Path, monkeypatch: pyte
     assert isinstance(said.exception, ConfigError)
 
 
-def test_counts_of_sets_without_a_split_are_of_both_parts() -> None:
+def test_counts_of_datasets_without_a_split_include_both_parts() -> None:
     splits = load("digits")
     assert sources.compare_counts("digits", splits) == [sources.SampleCount("train and test", 1797, 1797)]
     assert [count.published for count in sources.compare_counts("ml-digits", splits)] == [None, None]
     assert not sources.SampleCount("train", 3, 4).agrees
 
 
-def test_show_draws_the_images_with_their_labels(tmp_path: Path) -> None:
+def test_data_show_draws_images_with_labels(tmp_path: Path) -> None:
     official.chest(tmp_path)
     out = tmp_path / "sheet.png"
     said = tell("data", "show", "chestxray14", "--root", tmp_path, "--out", out, "--count", 3)
@@ -83,7 +83,7 @@ def test_show_draws_the_images_with_their_labels(tmp_path: Path) -> None:
     assert isinstance(tell("data", "show", "digits", "--split", "all").exception, ConfigError)
 
 
-def test_what_is_below_an_image() -> None:
+def test_text_below_an_image() -> None:
     data = Dataset(
         np.zeros((3, 1, 2, 2), np.uint8), np.array([[1, 0, 1], [0, 0, 0], [-1, 1, -1]], np.int8), tuple("abc")
     )
@@ -94,7 +94,7 @@ def test_what_is_below_an_image() -> None:
     )
 
 
-def test_cardinality_and_co_occurrence_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cardinality_and_co_occurrence_agree_with_numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(label_statistics, "ROWS_AT_ONCE", 7)
     rng = np.random.default_rng(0)
     targets = rng.choice(np.array([-1, 0, 1], np.int8), (50, 5), p=[0.1, 0.5, 0.4])
@@ -145,7 +145,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, *files: DownloadableFile) -> None:
     monkeypatch.setitem(registry._registered["source"], "offered", source)
 
 
-def test_get_fetches_checks_and_unpacks(
+def test_data_get_downloads_checks_and_unpacks(
     tmp_path: Path, site: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, url = site
@@ -165,7 +165,7 @@ def test_get_fetches_checks_and_unpacks(
     assert "plain.npz exists already" in tell("data", "get", "offered", "--root", root).stdout
 
 
-def test_get_says_what_is_wrong(tmp_path: Path, site: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_get_errors(tmp_path: Path, site: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, url = site
     (folder / "data.tar").write_bytes(b"changed")
     offer(monkeypatch, DownloadableFile(f"{url}/data.tar", "md5:" + "0" * 32))
@@ -181,7 +181,7 @@ def test_get_says_what_is_wrong(tmp_path: Path, site: tuple[Path, str], monkeypa
     assert "cannot be unpacked" in error
 
 
-def test_every_published_hash_is_one() -> None:
+def test_published_hashes_are_well_formed() -> None:
     for name, source in registry.all_of("source").items():
         for argument, files in source.downloads.items():
             for file in files:

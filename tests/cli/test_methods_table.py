@@ -29,7 +29,7 @@ def printed(width: int, name: str | None = None) -> list[str]:
         (190, {"name", "what it does", "for", "cost"} | BROAD),
     ],
 )
-def test_a_narrow_terminal_has_fewer_columns(width: int, headings: set[str]) -> None:
+def test_narrow_terminal_shows_fewer_columns(width: int, headings: set[str]) -> None:
     lines = printed(width)
     assert max(map(len, lines)) <= width
     if width != 120:  # where a heading may be broken
@@ -39,7 +39,7 @@ def test_a_narrow_terminal_has_fewer_columns(width: int, headings: set[str]) -> 
     assert "benchmarks/method_costs.py" in " ".join(" ".join(lines).split())
 
 
-def test_a_row_says_what_travels_what_stays_and_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_shows_communication_client_state_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "read_costs", lambda: {"mine": 1.26})
     summary = MethodSummary(
         name="mine", summary="it does", paper="Me, 2026", setting=("skew", "private labels"), up="a", down="b",
@@ -69,6 +69,6 @@ def test_one_method_is_shown_in_full() -> None:
     assert "a client keeps" not in "\n".join(printed(80, "fedavg"))
 
 
-def test_the_catalog_equals_the_classes() -> None:
+def test_catalog_agrees_with_the_method_classes() -> None:
     """If it does not, run `python -m fedmll.methods.catalog`."""
     assert read_catalog() == built_in_methods()

@@ -1,4 +1,4 @@
-"""What a command line makes of a file."""
+"""Options on the command line together with an experiment file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_another_method_leaves_the_files_options_out_and_says_so(
+def test_other_method_drops_the_options_of_the_file_with_a_message(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = ExperimentArguments(file=file, options={"method.name": "fedavg"}).experiment()
@@ -27,14 +27,14 @@ def test_another_method_leaves_the_files_options_out_and_says_so(
 
 
 @pytest.mark.parametrize("options", [{}, {"method.name": "fedprox"}, {"method.name": None}])
-def test_the_same_method_keeps_them(
+def test_same_method_keeps_the_options_of_the_file(
     file: Path, options: dict[str, str | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ExperimentArguments(file=file, options=options).experiment().method.options["mu"] == 0.25
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_said_on_the_command_line_is_the_new_methods(file: Path) -> None:
+def test_options_on_the_command_line_belong_to_the_new_method(file: Path) -> None:
     file.write_text(file.read_text().replace("fedprox", "fedavg").replace("mu = 0.25", ""))
     found = ExperimentArguments(file=file, options={"method.name": "fedprox"}, settings=["method.mu=0.5"]).experiment()
     assert found.method.options["mu"] == 0.5

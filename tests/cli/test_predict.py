@@ -45,7 +45,7 @@ def refused(said: tuple[int, str, str], *words: str) -> None:
         assert word in error, error
 
 
-def test_a_folder_of_images(fedmll, trained: Path, images: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_predict_a_folder_of_images(fedmll, trained: Path, images: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """The files are the first test images: their probabilities are the kept ones."""
     code, out, error = fedmll("predict", trained, "images", "--threshold", "tuned", "--out", "p.csv")
     assert code == 0, error
@@ -64,7 +64,7 @@ def test_a_folder_of_images(fedmll, trained: Path, images: Path, tmp_path: Path)
     assert rows["images/broken.jpg"]["zero"] == "" and rows["images/broken.jpg"]["unreadable"]
 
 
-def test_other_files_and_known_labels(fedmll, trained: Path, images: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_predict_other_output_files_and_known_labels(fedmll, trained: Path, images: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     model = trained / "model.safetensors"
     words = (
         "predict",
@@ -92,7 +92,7 @@ def test_other_files_and_known_labels(fedmll, trained: Path, images: Path, tmp_p
     assert code == 0 and out.count("none") == 20 and "and 2 more; --out FILE.csv writes all" in out
 
 
-def test_what_cannot_be_predicted(fedmll, trained: Path, images: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_impossible_predictions_are_errors(fedmll, trained: Path, images: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     refused(fedmll("predict", trained, "images/broken.jpg", "--out", "p.csv"), "1 of 1 images cannot be read", "Pillow")
     refused(fedmll("predict", trained, "nowhere.png"), "nowhere.png (No such file or directory)")
     assert not (tmp_path / "p.csv").exists()

@@ -51,7 +51,7 @@ def test_every_preset_and_every_row_of_its_table_is_accepted(name: str, variant:
 
 
 @pytest.mark.parametrize("variant", ["", "/small"])
-def test_a_preset_without_its_data_says_what_is_missing(tmp_path: Path, variant: str) -> None:
+def test_preset_without_data_names_the_missing_files(tmp_path: Path, variant: str) -> None:
     sources = set()
     for name in preset_names():
         found = ExperimentArguments(
@@ -66,7 +66,7 @@ def test_a_preset_without_its_data_says_what_is_missing(tmp_path: Path, variant:
     assert len(sources) == (4 if variant else 10)
 
 
-def test_a_preset_is_its_papers_setting() -> None:
+def test_preset_has_the_settings_of_its_paper() -> None:
     one = Experiment.make(load_preset("preset:fednca-ml/1"))
     assert (one.data.name, one.partition.beta, one.partition.presence, one.partition.clients) == (
         "ml-cifar10",
@@ -88,7 +88,7 @@ def test_a_preset_is_its_papers_setting() -> None:
     )
 
 
-def test_options_come_after_a_preset_and_a_wrong_name_gets_the_right_one() -> None:
+def test_options_override_a_preset_and_a_misspelt_name_gets_a_suggestion() -> None:
     changed = ExperimentArguments(
         file=Path("preset:fednca-ml/1"), options={"training.rounds": 3}, settings=["partition.beta=0.1"]
     ).experiment()

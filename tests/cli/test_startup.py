@@ -1,5 +1,4 @@
-"""What `fedmll run` does not import on its way to the first step: libraries that take seconds, for work that comes
-later or never. `python benchmarks/startup.py` measures the way."""
+"""`fedmll run` imports no slow library before the first step. `python benchmarks/startup.py` measures the time."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ SLOW = {
 }
 
 
-def test_the_way_to_the_first_step_imports_nothing_slow() -> None:
+def test_run_imports_no_slow_library_before_the_first_step() -> None:
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     said = subprocess.run([sys.executable, "-c", WAY], env=environment, check=True, capture_output=True, text=True)
     loaded = set(json.loads(said.stdout))

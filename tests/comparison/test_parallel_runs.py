@@ -81,7 +81,7 @@ def without_costs(file: Path) -> list[list[str]]:
         return [line for line in csv.reader(opened) if line[3] != "s/round"]
 
 
-def test_side_by_side_gives_the_same_bits(done: Path, tmp_path: Path) -> None:
+def test_parallel_runs_give_the_same_bits(done: Path, tmp_path: Path) -> None:
     watch = Watch()
     asked(tmp_path / "grid", jobs=2, callback=watch)
     assert models(tmp_path / "grid") == models(done) and len(models(done)) == 5  # 2, and 2 settings and a second seed
@@ -92,7 +92,7 @@ def test_side_by_side_gives_the_same_bits(done: Path, tmp_path: Path) -> None:
     assert Experiment.load(tmp_path / "grid" / "fedavg" / "seed-0" / "experiment.toml").engine.workers == 0
 
 
-def test_a_method_and_a_seed_more_run_alone(done: Path, tmp_path: Path) -> None:
+def test_added_method_and_seed_run_without_the_others(done: Path, tmp_path: Path) -> None:
     shutil.copytree(done, tmp_path / "grid")
     watch = Watch()
     found = asked(tmp_path / "grid", ("fedavg", "fedprox", "fedavg-pl"), (0, 1, 2), callback=watch, command="more")
@@ -109,7 +109,7 @@ def test_a_method_and_a_seed_more_run_alone(done: Path, tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "grid" / "comparison.json").read_text())["commands"]) == 2
 
 
-def test_comparison_json_says_what_it_is(done: Path) -> None:
+def test_contents_of_comparison_json(done: Path) -> None:
     record = json.loads((done / "comparison.json").read_text())
     (command,) = record["commands"]
     assert command["command"] == "fedmll compare --seeds 0,1"
@@ -128,7 +128,7 @@ def test_comparison_json_says_what_it_is(done: Path) -> None:
     assert "## fedprox" in tuning and "## fedavg" not in tuning and tuning.count("| chosen |") == 1
 
 
-def test_the_commit_is_that_of_the_folder(tmp_path: Path) -> None:
+def test_git_commit_of_a_folder(tmp_path: Path) -> None:
     assert git_commit(tmp_path) is None
 
     def git(*words: str) -> str:
@@ -147,7 +147,7 @@ def test_the_commit_is_that_of_the_folder(tmp_path: Path) -> None:
     assert git_commit(tmp_path) == f"{commit}-dirty"
 
 
-def test_the_table_is_there_while_it_runs(tmp_path: Path) -> None:
+def test_table_is_written_after_every_run(tmp_path: Path) -> None:
     class Reader(Watch):
         tables: list[str]
 
@@ -162,7 +162,7 @@ def test_the_table_is_there_while_it_runs(tmp_path: Path) -> None:
     assert "not all runs are done" in watch.tables[1]
 
 
-def test_a_run_that_diverges_or_dies_beside_another_does_not_stop_it(
+def test_diverged_or_killed_parallel_run_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = ComparisonRunner._train
@@ -188,7 +188,7 @@ def test_a_run_that_diverges_or_dies_beside_another_does_not_stop_it(
     assert [cell.variant.label for cell in again.finished] == ["fedavg-pl", "fedavg"]  # the killed one goes on
 
 
-def test_a_programming_error_in_a_run_stops_all_with_its_traceback(
+def test_programming_error_in_a_parallel_run_stops_all_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(*_: Any) -> None:
@@ -199,7 +199,7 @@ def test_a_programming_error_in_a_run_stops_all_with_its_traceback(
         compare(small(), ["fedavg", "fedprox"], [0], tmp_path / "grid", jobs=2)
 
 
-def test_progress_has_a_line_for_every_run() -> None:
+def test_progress_has_one_line_per_parallel_run() -> None:
     from fedmll.cli.display import RunProgress
 
     progress = RunProgress()
@@ -225,14 +225,14 @@ def test_progress_has_a_line_for_every_run() -> None:
     assert [task.description.strip() for task in progress.progress.tasks] == ["rounds", "fedprox, seed 0"]
 
 
-def test_no_job_at_all_is_refused(tmp_path: Path) -> None:
+def test_jobs_below_one_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 or more"):
         asked(tmp_path / "grid", jobs=-1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_side_by_side_it_goes_on_to_the_same(tmp_path: Path, how: signal.Signals) -> None:
+def test_stopped_parallel_runs_continue_to_the_same_weights(tmp_path: Path, how: signal.Signals) -> None:
     """Ctrl-C, or kill -9 of the parent alone: nobody is left, and the same again goes on to the same weights."""
     wanted = small(training__rounds=15)
 
@@ -275,7 +275,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): checksum(path) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_is_shown_finished_failed_and_stopped(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
+def test_show_finished_failed_and_stopped_runs(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
     out = tmp_path / "run"
     shutil.copytree(done / "fedavg" / "seed-0", out)
     code, said, _ = fedmll("show", str(out))
@@ -292,7 +292,7 @@ def test_a_run_is_shown_finished_failed_and_stopped(done: Path, tmp_path: Path, 
     assert "failed: " in fedmll("show", str(out))[1] and read_run(out).state == "failed"
 
 
-def test_who_runs_is_known_without_taking_the_lock(tmp_path: Path) -> None:
+def test_running_is_detected_without_taking_the_lock(tmp_path: Path) -> None:
     def hold(folder: Path, pipe: int) -> None:
         with RunFolder(folder).lock():
             os.write(pipe, b"x")
@@ -312,9 +312,7 @@ def test_who_runs_is_known_without_taking_the_lock(tmp_path: Path) -> None:
     assert not RunFolder(tmp_path).is_locked
 
 
-def test_a_comparison_is_shown_with_and_without_its_record(
-    done: Path, tmp_path: Path, fedmll: Callable[..., Any]
-) -> None:
+def test_show_comparison_with_and_without_its_record(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
     out = tmp_path / "grid"
     shutil.copytree(done, out)
     code, said, _ = fedmll("show", str(out))
@@ -330,7 +328,7 @@ def test_a_comparison_is_shown_with_and_without_its_record(
     assert "cannot be read" not in said and "2 of 2" in said and "±" in said
 
 
-def test_runs_lists_all_and_names_what_cannot_be_read(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
+def test_runs_lists_all_runs_and_names_unreadable_ones(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
     shutil.copytree(done / "fedavg", tmp_path / "runs" / "good")
     broken = {"toml": "seed = [", "values": 'seed = 0\n[data]\nname = "x"\n', "folder": "\x00"}
     for name, text in broken.items():
@@ -357,7 +355,7 @@ def test_runs_lists_all_and_names_what_cannot_be_read(done: Path, tmp_path: Path
     assert "no runs below" in fedmll("runs", str(foreign))[1]
 
 
-def test_a_run_of_a_plug_in_that_is_not_here_is_listed(done: Path, tmp_path: Path) -> None:
+def test_run_of_a_missing_plugin_is_listed(done: Path, tmp_path: Path) -> None:
     shutil.copytree(done / "fedavg" / "seed-0", tmp_path / "run")
     file = tmp_path / "run" / "experiment.toml"
     file.write_text(file.read_text().replace('name = "fedavg"', 'name = "of-somebody"'))

@@ -59,7 +59,7 @@ def compared(rows: list[ComparisonRow], seeds: Sequence[int], **rest: Any) -> Co
 
 
 @pytest.mark.parametrize("patients", [False, True])
-def test_a_margins_interval_is_that_of_a_plain_loop(tmp_path: Path, patients: bool) -> None:
+def test_interval_of_a_margin_equals_a_plain_loop(tmp_path: Path, patients: bool) -> None:
     """Test samples differ from seed to seed and overlap: one that is drawn is drawn wherever it is."""
     seeds = (3, 4)
     base, other = (made(tmp_path, label, seeds, b, patients) for label, b in (("base", 0.1), ("other", 0.4)))
@@ -90,7 +90,7 @@ def test_a_margins_interval_is_that_of_a_plain_loop(tmp_path: Path, patients: bo
         assert test.drawn == ("patients" if patients else "samples")
 
 
-def test_holm_is_over_the_rows_of_a_metric(tmp_path: Path) -> None:
+def test_holm_correction_is_over_the_rows_of_a_metric(tmp_path: Path) -> None:
     seeds = range(5)
     rows = [made(tmp_path, label, seeds, b) for label, b in (("base", 0.1), ("much", 2.0), ("evenly", 0.11))]
     found = compute_margin_tests(compared(rows, seeds), "base", ["macro_auc"], draws=2)
@@ -119,7 +119,7 @@ def test_seven_seeds_are_enough_for_two_rows() -> None:
     assert header[0] == "margin over base" and figures == ["a", "map", "+1.00", "–", "0.0156", "0.0312", "7"]
 
 
-def test_without_predictions_or_on_other_samples_there_is_no_interval(tmp_path: Path) -> None:
+def test_no_interval_without_predictions_or_on_different_samples(tmp_path: Path) -> None:
     base, gone, other = (made(tmp_path, label, [0, 1], 0.3) for label in ("base", "gone", "other"))
     (gone.cells[1].path / "predictions.npz").unlink()
     file = other.cells[0].path / "predictions.npz"
@@ -148,7 +148,7 @@ def balanced(text: str) -> bool:
     )
 
 
-def test_what_latex_reads_as_a_command_is_escaped() -> None:
+def test_latex_special_characters_are_escaped() -> None:
     assert escape_latex("macro_f1 95% a&b #1 $x {y} ~^") == (
         r"macro\_f1 95\% a\&b \#1 \$x \{y\} \textasciitilde{}\textasciicircum{}"
     )
@@ -158,7 +158,7 @@ def test_what_latex_reads_as_a_command_is_escaped() -> None:
     assert escape_latex("漢字") == "??" and escape_latex("Zürich") == "Zürich"
 
 
-def test_the_best_is_bold_and_the_second_underlined(tmp_path: Path) -> None:
+def test_latex_best_is_bold_and_second_underlined(tmp_path: Path) -> None:
     def row(label: str, auc: list[float], hamming: list[float]) -> ComparisonRow:
         cells = [
             ComparisonCell(variant=Variant(label, {}), seed=seed, setting={}, path=tmp_path, experiment=small(),
@@ -186,7 +186,7 @@ def test_the_best_is_bold_and_the_second_underlined(tmp_path: Path) -> None:
     assert text.count(r"\toprule") == text.count(r"\midrule") == text.count(r"\bottomrule") == 1
 
 
-def test_all_tables_are_written_and_old_ones_do_not_stay(tmp_path: Path) -> None:
+def test_all_tables_are_written_and_outdated_ones_removed(tmp_path: Path) -> None:
     rows = [made(tmp_path, label, [0, 1], 0.3) for label in ("base", "other")]
     found = compared(rows, [0, 1])
     found = compared(rows, [0, 1], tests=compute_margin_tests(found, "base", ["macro_auc"], draws=4))
@@ -201,7 +201,7 @@ def test_all_tables_are_written_and_old_ones_do_not_stay(tmp_path: Path) -> None
     assert not (tmp_path / "tests.csv").exists()
 
 
-def test_a_plug_ins_metric_has_an_interval_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metric_of_a_plugin_has_an_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedmll.core import registry
 
     def mean_score(scores: np.ndarray, targets: np.ndarray) -> float:

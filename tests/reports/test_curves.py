@@ -15,7 +15,7 @@ from fedmll.reports.charts import LINES, NUMBER, Chart, ChartAxis, ChartSeries
 from fedmll.reports.curves import draw_in_terminal
 
 
-def test_a_curve_in_the_terminal_by_hand() -> None:
+def test_terminal_curve_by_hand() -> None:
     """A straight line from corner to corner, and a single point in the middle."""
     x, y = ChartAxis("round", "round"), ChartAxis("loss", "training loss", NUMBER)
     rising = ChartSeries("rising", 0, {"round": [0, 15, 30], "loss": [0.0, 7.5, 15.0]})
@@ -52,14 +52,14 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
     return 0
 
 
-def test_in_the_terminal(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_in_the_terminal(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "plot", runs, "--metric", "map") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "mAP, %" and max(map(len, lines)) <= 100
     assert lines[-2:] == ["● fedavg: 40.00 at round 3", "▲ fedprox: 50.00 at round 3"]
 
 
-def test_as_files(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_to_files(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("png", "svg", "csv"):
         assert (
             call(monkeypatch, "plot", runs, "--metric", "map", "--by", "megabytes", "--out", tmp_path / f"map.{kind}")
@@ -80,7 +80,7 @@ def test_as_files(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (("--out", "map.txt"), "'map.txt' is not the name of an image: it must end in .png, .svg, .pdf, .jpg."),
     ],
 )
-def test_what_cannot_be_drawn_is_an_error(
+def test_impossible_plots_are_errors(
     runs: Path,
     words: tuple[str, ...],
     message: str,

@@ -142,7 +142,7 @@ def test_tsne(runs: dict[str, SavedRun], monkeypatch: pytest.MonkeyPatch) -> Non
     assert class_features.tsne_figure(runs["fedharmony"], features_of(vectors[:11], of[:11])) is None
 
 
-def test_the_ladms_attention(runs: dict[str, SavedRun], small_federation: Federation) -> None:
+def test_attention_of_the_ladm(runs: dict[str, SavedRun], small_federation: Federation) -> None:
     """softmax(q kᵀ / √d) of each head from the weights in the file, then the mean over the four heads."""
     saved, test = runs["fednca-ml"], small_federation.test
     found = attention.attention_maps(saved, test)
@@ -172,7 +172,7 @@ def test_the_ladms_attention(runs: dict[str, SavedRun], small_federation: Federa
     assert np.array_equal(panel.images[0].get_array(), test.samples(np.array([one.sample]))[0, 0])
 
 
-def test_c_trans_attention(runs: dict[str, SavedRun], small_federation: Federation) -> None:
+def test_attention_of_c_tran(runs: dict[str, SavedRun], small_federation: Federation) -> None:
     saved, test = runs["fedctran"], small_federation.test
     trainer, found = saved.trainer, attention.attention_maps(saved, test)
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_c_trans_attention(runs: dict[str, SavedRun], small_federation: Federati
     assert figure is not None and "on the label tokens" in figure.caption
 
 
-def test_no_attention_without_any(runs: dict[str, SavedRun], small_federation: Federation) -> None:
+def test_no_attention_figure_without_attention(runs: dict[str, SavedRun], small_federation: Federation) -> None:
     assert attention.attention_figure(runs["fedharmony"], small_federation.test) is None
 
 
@@ -218,7 +218,9 @@ def test_marks_of_examples() -> None:
 
 
 @pytest.mark.parametrize("method", ["fedharmony", "fednca-ml"])
-def test_correlation_is_what_is_kept(runs: dict[str, SavedRun], small_federation: Federation, method: str) -> None:
+def test_correlation_figure_agrees_with_the_stored_predictions(
+    runs: dict[str, SavedRun], small_federation: Federation, method: str
+) -> None:
     """As `write_run_correlations` gives it from the data itself, in the order of the blocks."""
     figure = label_correlation.correlation_figure(runs[method])
     found = label_correlation.write_run_correlations(runs[method].path, small_federation)
@@ -317,7 +319,7 @@ def test_of_many_classes_the_most_frequent_are_shown(
     assert {row["class"] for row in figure.rows} <= {saved.classes[c] for c in shown}
 
 
-def test_texts_read_on_white_and_on_black(runs: dict[str, SavedRun]) -> None:
+def test_text_is_readable_on_white_and_on_black(runs: dict[str, SavedRun]) -> None:
     figure = class_features.class_vector_figure(runs["fedharmony"])
     assert figure is not None and figure.figure.get_facecolor()[3] == 0  # the page shows through
     axes = figure.figure.axes[0]
@@ -338,7 +340,7 @@ def test_images_in_colour() -> None:
     assert np.array_equal(grey, sample[0])
 
 
-def test_chosen_by_the_seed() -> None:
+def test_choose_images_depends_on_the_seed() -> None:
     labels = np.array([[1, 0], [0, 0], [1, 1], [-1, 1], [0, -1]], np.int8)
     data = Dataset(np.zeros((5, 1, 2, 2), np.uint8), labels, ("a", "b"))
     assert class_features.choose_images(data, 9, 0, "x").tolist() == [0, 2, 3]

@@ -20,7 +20,7 @@ from report_runs import comparison, write_predictions, write_run
 
 from fedmll.data import federation
 from fedmll.evaluation.bootstrap import bootstrap_intervals
-from fedmll.reports import chart_drawing, result_table
+from fedmll.reports import chart_drawing, html_report, result_table
 from fedmll.reports.figure import ReportFigure
 from fedmll.reports.figures import image_sheets
 from fedmll.reports.html_report import data_url, write_report
@@ -76,7 +76,7 @@ def written(path: Path, *runs: Path, **options: Any) -> str:
     return path.read_text()
 
 
-def test_a_moved_comparison_without_its_data(
+def test_report_of_a_moved_comparison_without_its_data(
     fedmll, comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
     shutil.copytree(comparison, tmp_path / "else" / "where")
@@ -95,7 +95,7 @@ def test_a_moved_comparison_without_its_data(
     assert last["map"][-1] == pytest.approx(np.mean(maps), rel=1e-4) and last["round"] == [1, 2, 3]
 
 
-def test_the_page_loads_nothing(comparison: Path, tmp_path: Path) -> None:
+def test_page_loads_nothing(comparison: Path, tmp_path: Path) -> None:
     html = written(tmp_path / "r.html", comparison)
     assert set(re.findall(r"https?://[^\s\"'<>)]*", html)) == {"http://www.w3.org/2000/svg"}, "a name, not an address"
     for _, attributes in Page(html).tags:
@@ -146,7 +146,7 @@ def test_files_that_cannot_be_read_are_named_and_the_rest_is_shown(fedmll, compa
     assert any("predictions.npz cannot be read" in text for text in page.texts)
 
 
-def test_nothing_to_show_is_an_error_of_one_line(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_no_results_is_a_one_line_error(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     write_run(tmp_path / "new")
     for words in (("report", "new"), ("report", "none"), ("plot", "new")):
         code, _, error = fedmll(*words)
@@ -174,12 +174,12 @@ def example_figure(name: str, noisy: bool) -> ReportFigure:
     return ReportFigure(name=name, title=f"Title of {name}", caption="What one sees.", figure=figure, rows=rows)
 
 
-def test_figures_of_the_model_are_in_the_page_and_as_files(comparison: Path, tmp_path: Path) -> None:
-    def make_figures(run: object) -> list[ReportFigure]:
-        return [example_figure("plain", noisy=False), example_figure("noisy", noisy=True)]
-
-    run = comparison / "fedprox-mu=0.1" / "seed-0"
-    html = written(tmp_path / "r.html", run, make_figures=make_figures, keep_files=True)
+def test_figures_of_the_model_are_in_the_page_and_as_files(
+    comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = [example_figure("plain", noisy=False), example_figure("noisy", noisy=True)]
+    monkeypatch.setattr(html_report, "run_figures", lambda run, images: figures)
+    html = written(tmp_path / "r.html", comparison / "fedprox-mu=0.1" / "seed-0", keep_files=True)
     page = Page(html)
     sources = [str(attributes["src"]) for tag, attributes in page.tags if tag == "img"]
     assert [source.partition(";")[0] for source in sources] == ["data:image/svg+xml", "data:image/png"], "the smaller"

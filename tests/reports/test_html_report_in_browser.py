@@ -11,8 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 from report_runs import comparison, open_page
 
+from fedmll.reports import html_report
 from fedmll.reports.figure import ReportFigure
-from fedmll.reports.html_report import write_report
 
 __all__ = ["comparison"]
 
@@ -22,13 +22,13 @@ CHARTS = {"curves", "classes", "clients", "gain", "calibration", "thresholds"}
 
 @pytest.fixture(scope="module")
 def page(comparison: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    def make_figures(run: object) -> list[ReportFigure]:
-        figure = Figure(figsize=(3, 2))
-        figure.subplots().plot([0, 1], [1, 0])
-        return [ReportFigure(name="line", title="A line", caption="A line.", figure=figure)]
-
+    figure = Figure(figsize=(3, 2))
+    figure.subplots().plot([0, 1], [1, 0])
+    figures = [ReportFigure(name="line", title="A line", caption="A line.", figure=figure)]
     file = tmp_path_factory.mktemp("page") / "report.html"
-    write_report([comparison], file, make_figures=make_figures)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(html_report, "run_figures", lambda run, images: figures)
+        html_report.write_report([comparison], file)
     return file.as_uri()
 
 

@@ -25,7 +25,7 @@ TARGETS = np.array([[0, 0], [1, 0], [0, 1], [-1, 1], [0, 1]], np.int8)
 STORED = Predictions(classes=("a", "b"), probabilities=SCORES, targets=TARGETS, rows=np.array([4, 3, 2, 1, 0]))
 
 
-def test_by_hand() -> None:
+def test_mistakes_by_hand() -> None:
     """Of a: 0.75 is a false alarm and 0.25 is missed; they are equally far from 0.5 (the first comes first), 0.6 is
     nearer; 0.99 is of an unknown target. Of b: 0.7 is a false alarm, 0.4 and 0.5 missed: p = 0.5 is not above 0.5."""
     found = find_mistakes(STORED, 9)
@@ -37,7 +37,7 @@ def test_by_hand() -> None:
     assert [wrong.sample for wrong in moved["a"]] == [1] and [wrong.sample for wrong in moved["b"]] == [1]
 
 
-def test_the_sheet_shows_the_images_that_are_named(tmp_path: Path) -> None:
+def test_sheet_shows_the_named_images(tmp_path: Path) -> None:
     """One mistake, of the sample in row 1 of the store, which alone is white."""
     store = np.zeros((5, 1, 6, 6), np.uint8)
     store[1] = 255

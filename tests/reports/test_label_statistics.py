@@ -31,7 +31,7 @@ def pixels(path: Path) -> NDArray[np.int64]:
     return np.asarray(Image.open(path).convert("RGB"), dtype=np.int64)
 
 
-def test_counts() -> None:
+def test_count_labels() -> None:
     result = count_labels(LABELS, CLIENTS)
     assert result.positives.tolist() == [[2, 1, 0], [1, 1, 1]]
     assert result.unknown.tolist() == [[0, 0, 2], [0, 1, 0]]
@@ -49,7 +49,7 @@ def test_counts_are_not_limited_by_the_type_of_the_targets() -> None:
     assert count_labels(np.ones((300, 1), dtype=np.int8), [np.arange(300)]).positives.tolist() == [[300]]
 
 
-def test_with_many_clients_only_the_first_are_kept_but_all_are_counted(tmp_path: Path) -> None:
+def test_totals_include_clients_that_are_not_shown(tmp_path: Path) -> None:
     """A row a client of 51,414 clients and 1,628 classes would be a gigabyte."""
     labels = np.ones((250, 2), dtype=np.int8)
     labels[240, 0] = -1
@@ -63,14 +63,14 @@ def test_with_many_clients_only_the_first_are_kept_but_all_are_counted(tmp_path:
     assert "the first 30 of 250 clients" in stream.getvalue()
 
 
-def test_the_table() -> None:
+def test_label_table() -> None:
     lines = printed(LABELS, list(CLIENTS))
     cells = [line.replace("│", " ").split() for line in lines if "│" in line]
     assert cells == [["c000", "2", "2", "1", "–"], ["c001", "2", "1", "1", "1"], ["all", "4", "3", "2", "1"]]
     assert not any("only the first" in line for line in lines)
 
 
-def test_a_large_table_is_cut_with_a_note() -> None:
+def test_large_table_is_cut_with_a_note() -> None:
     labels = np.ones((40, 35), dtype=np.int8)
     lines = printed(labels, np.array_split(np.arange(40), 40))
     assert sum("c0" in line for line in lines) == 30
@@ -81,7 +81,7 @@ def test_a_large_table_is_cut_with_a_note() -> None:
     assert total == ["all"] + ["40"] * 31  # totals are over all clients, not over those shown
 
 
-def test_the_image_shows_counts_and_cells_that_are_not_annotated(tmp_path: Path) -> None:
+def test_label_map_shows_counts_and_classes_without_annotation(tmp_path: Path) -> None:
     names, classes = ["c000", "c001"], ["cat", "dog", "cow"]
     few, many, cut = (tmp_path / f"{name}.png" for name in ("few", "many", "cut"))
     write_image(few, draw_label_map(np.array([[1, 0, 50], [0, 2, 0]]), names, classes))
@@ -98,7 +98,7 @@ def test_the_image_shows_counts_and_cells_that_are_not_annotated(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (10, 10), (100, 80), (400, 300)])
-def test_images_of_any_size_have_their_cells_inside(tmp_path: Path, clients: int, classes: int) -> None:
+def test_label_maps_of_any_size_fit_into_the_image(tmp_path: Path, clients: int, classes: int) -> None:
     counts = np.random.default_rng(0).poisson(3, (clients, classes))
     path = tmp_path / "deep" / "map.png"
     names, class_names = [f"hospital {n}" for n in range(clients)], [f"a long class name {n}" for n in range(classes)]

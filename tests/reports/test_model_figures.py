@@ -37,7 +37,7 @@ def composite(folder: Path, count: int = 40) -> Path:
     return file
 
 
-def test_with_and_without_the_images(tmp_path: Path, small_federation: Federation) -> None:
+def test_figures_with_and_without_the_test_data(tmp_path: Path, small_federation: Federation) -> None:
     run(small(method__name="fednca-ml", model__channels=(4, 16)), tmp_path / "run", prepared=small_federation)
     shutil.move(tmp_path / "run", tmp_path / "moved")
     saved = load_run(tmp_path / "moved")
@@ -86,7 +86,7 @@ def test_a_run_with_one_model_per_client_has_no_figures(tmp_path: Path, small_fe
     assert model_figures(saved) == [] and model_figures(saved, small_federation.test) == []
 
 
-def test_feature_vectors_have_no_images_and_the_data_may_go_or_move(tmp_path: Path) -> None:
+def test_feature_vectors_have_no_image_figures(tmp_path: Path) -> None:
     file = composite(tmp_path)
     setting = {"data__name": f"features:{file}", "data__limit": None, "model__backbone": "auto"}
     run(small(method__name="fednca-ml", model__channels=(16,), partition__clients=2, **setting), tmp_path / "run")

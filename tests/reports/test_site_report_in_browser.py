@@ -52,7 +52,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
-def test_it_is_all_visible(browser: Any, page: str, width: int, dark: bool) -> None:
+def test_every_section_is_visible(browser: Any, page: str, width: int, dark: bool) -> None:
     open_page(browser, page, width, dark)
     assert browser.get_log("browser") == []
     across, inner = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
@@ -68,7 +68,7 @@ def test_it_is_all_visible(browser: Any, page: str, width: int, dark: bool) -> N
     assert len(browser.execute_script(boxes, "section#models tbody tr")) == 4
 
 
-def test_bars_lie_where_the_numbers_are(browser: Any, page: str) -> None:
+def test_bars_agree_with_the_numbers(browser: Any, page: str) -> None:
     open_page(browser, page)
     found = browser.execute_script(
         "return [...document.querySelectorAll('section#classes > .scroll tbody tr')].map((row) => {"

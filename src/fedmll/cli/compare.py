@@ -37,47 +37,40 @@ def register(app: typer.Typer) -> None:
 def compare(
     arguments: ExperimentArguments,
     methods: Annotated[
-        str, typer.Option("--methods", help="Methods, comma-separated; with options: fedprox:mu=0.1+weighting=equal.")
+        str, typer.Option(help="Methods, comma-separated; with options: fedprox:mu=0.1+weighting=equal.")
     ] = "centralized,fedavg,fedavg-pl,fedprox",
-    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, comma-separated.")] = "0,1,2",
+    seeds: Annotated[str, typer.Option(help="Seeds, comma-separated.")] = "0,1,2",
     out: Annotated[
-        Path | None, typer.Option("--out", help="The folder of the comparison. An existing comparison is continued.")
+        Path | None, typer.Option(help="The folder of the comparison. An existing comparison is continued.")
     ] = None,
     tune: Annotated[
         list[str] | None,
         typer.Option(
-            "--tune",
             metavar="[METHOD:]key=a,b,c",
             help="Choose the best value per method on the validation data: training.lr=1e-4,3e-4; for one method: "
             "fedprox:mu=0.01,0.1. Repeatable: all combinations.",
         ),
     ] = None,
     tune_seed: Annotated[
-        int | None,
-        typer.Option("--tune-seed", help="The seed for --tune; it need not be in --seeds. Default: the first seed."),
+        int | None, typer.Option(help="The seed for --tune; it need not be in --seeds. Default: the first seed.")
     ] = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            "--vary",
             metavar="section.key=a,b,c",
             help="Run each method with each value: partition.labels_per_client=2,5,10. Repeatable: all combinations.",
         ),
     ] = None,
     metrics: Annotated[
-        str | None,
-        typer.Option("--metrics", help="Columns of the table, comma-separated; `description` describes the method."),
+        str | None, typer.Option(help="Columns of the table, comma-separated; `description` describes the method.")
     ] = None,
     against: Annotated[
-        str | None,
-        typer.Option("--against", help="A row of the table: also test the differences to it, paired by seed."),
+        str | None, typer.Option(help="A row of the table: also test the differences to it, paired by seed.")
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs again.")] = False,
     jobs: Annotated[
         int,
-        typer.Option(
-            "--jobs", min=1, help="The number of runs at the same time, one process each (without workers by default)."
-        ),
+        typer.Option(min=1, help="The number of runs at the same time, one process each (without workers by default)."),
     ] = 1,
     track: Track = None,
 ) -> None:

@@ -78,7 +78,7 @@ def build_federation(arguments: ExperimentArguments) -> Federation:
 @experiment_options("data", "root", "clients", "seed", "skip_unreadable")
 def describe_data(
     arguments: ExperimentArguments,
-    out: Annotated[Path, typer.Option("--out", help="The image file to write.")] = Path("label-map.png"),
+    out: Annotated[Path, typer.Option(help="The image file to write.")] = Path("label-map.png"),
 ) -> None:
     """Show the data of an experiment: samples per client and class, labels per sample, frequent pairs of labels."""
     import numpy as np
@@ -109,8 +109,7 @@ def describe_data(
 @data_app.command("freeze")
 @experiment_options("data", "root", "clients", "seed", "skip_unreadable")
 def freeze_data(
-    arguments: ExperimentArguments,
-    out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
+    arguments: ExperimentArguments, out: Annotated[Path, typer.Option(help="The JSON file to write.")]
 ) -> None:
     """Write the partition to a file (samples and annotated classes of each client), so that others can use the same
     one.
@@ -130,7 +129,7 @@ def freeze_data(
 @experiment_options("data", "root", "clients", "rounds", "seed", "skip_unreadable")
 def label_coverage(
     arguments: ExperimentArguments,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write all counts as CSV, one line per round.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write all counts as CSV, one line per round.")] = None,
 ) -> None:
     """Show which labels the clients of each round have. A label that no client of a round has is not learned in it."""
     from fedmll.core import files
@@ -151,13 +150,9 @@ def pack_data(
     csv: Annotated[
         Path, typer.Argument(help="A CSV with one row per image: its path and one column per class (1/0/blank).")
     ],
-    root: Annotated[
-        Path, typer.Option("--root", help="The folder of the images; paths in the CSV are relative to it.")
-    ],
-    out: Annotated[Path, typer.Option("--out", help="The packed file to write, .npz.")],
-    size: Annotated[
-        int | None, typer.Option("--size", help="Resize images to size × size. Default: no resizing.")
-    ] = None,
+    root: Annotated[Path, typer.Option(help="The folder of the images; paths in the CSV are relative to it.")],
+    out: Annotated[Path, typer.Option(help="The packed file to write, .npz.")],
+    size: Annotated[int | None, typer.Option(help="Resize images to size × size. Default: no resizing.")] = None,
     classes: Classes = None,
     ignore: Ignore = None,
     group: Group = None,
@@ -222,10 +217,7 @@ def download_bars() -> Iterator[Callable[[str], DownloadProgress]]:
 
 
 @data_app.command("get")
-def get_data(
-    name: Name,
-    root: Annotated[Path, typer.Option("--root", help="The folder to download to.")],
-) -> None:
+def get_data(name: Name, root: Annotated[Path, typer.Option(help="The folder to download to.")]) -> None:
     """Download a freely available dataset and check its published hash. An interrupted download is continued.
 
     Example:  [bold]fedmll data get voc:2007 --root DATA[/]
@@ -285,10 +277,10 @@ def check_data(
 def show_data(
     name: Name,
     root: Root = None,
-    out: Annotated[Path, typer.Option("--out", help="The image file to write.")] = Path("contact-sheet.png"),
-    count: Annotated[int, typer.Option("--count", help="The number of images.", min=1, max=120)] = 24,
-    split: Annotated[str, typer.Option("--split", help="train, validation or test.")] = "train",
-    seed: Annotated[int, typer.Option("--seed", help="The seed that draws the images.")] = 0,
+    out: Annotated[Path, typer.Option(help="The image file to write.")] = Path("contact-sheet.png"),
+    count: Annotated[int, typer.Option(help="The number of images.", min=1, max=120)] = 24,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
+    seed: Annotated[int, typer.Option(help="The seed that draws the images.")] = 0,
     skip_unreadable: SkipUnreadable = False,
     settings: Set = None,
     plugins: Plugins = None,

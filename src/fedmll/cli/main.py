@@ -60,9 +60,7 @@ def start(
 )
 def run(
     arguments: ExperimentArguments,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="The folder of the run. Default: a new folder in runs/.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the run. Default: a new folder in runs/.")] = None,
     track: Track = None,
 ) -> None:
     """Run one experiment: simulate a federation on this machine, print a table of results and write a run folder.
@@ -83,11 +81,9 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    rounds: Annotated[
-        int | None, typer.Option("--rounds", help="Continue up to this round, also after a finished run.")
-    ] = None,
-    data: Annotated[str | None, typer.Option("--data", help="The name of the data, if its file has moved.")] = None,
-    root: Annotated[Path | None, typer.Option("--root", help="The folder of the data, if it has moved.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Continue up to this round, also after a finished run.")] = None,
+    data: Annotated[str | None, typer.Option(help="The name of the data, if its file has moved.")] = None,
+    root: Annotated[Path | None, typer.Option(help="The folder of the data, if it has moved.")] = None,
     workers: Workers = None,
     device: Device = None,
     plugins: Plugins = None,

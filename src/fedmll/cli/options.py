@@ -174,7 +174,7 @@ def experiment_options(*names: str, published: bool = False) -> Callable[[Callab
         shared |= {"settings": (Set, None), "plugins": (Plugins, None)}
         shared |= {"as_published": (Published, None)} if published else {}
 
-        def called(**values: Any) -> None:
+        def call(**values: Any) -> None:
             options = {SETTINGS[name][0]: values.pop(name) for name in names}
             if not options.get("data.skip_unreadable"):  # not given
                 options.pop("data.skip_unreadable", None)
@@ -187,18 +187,25 @@ def experiment_options(*names: str, published: bool = False) -> Callable[[Callab
             )
             command(arguments=arguments, **values)
 
-        # Typer reads the options of a command from these
-        called.__annotations__ = {name: annotation for name, (annotation, _) in shared.items()}
-        called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-                for name, (annotation, default) in shared.items()
-            ]
-        )
-        called.__name__, called.__doc__ = command.__name__, command.__doc__
-        return called
+        return with_parameters(call, command, shared)
 
     return wrap
+
+
+def with_parameters(
+    call: Callable[..., None], command: Callable[..., None], parameters: dict[str, tuple[Any, Any]]
+) -> Callable[..., None]:
+    """`call` with the name and the help of `command`, and with these parameters (name → annotation and default), from
+    which Typer makes the options."""
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in parameters.items()
+        ]
+    )
+    return call
 
 
 def drop_none(**options: Any) -> dict[str, Any]:

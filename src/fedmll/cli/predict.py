@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,20 +41,13 @@ def predict(
     images: Annotated[list[Path], typer.Argument(metavar="IMAGES…", help="Image files, or folders of image files.")],
     known: Annotated[
         list[str] | None,
-        typer.Option("--known", metavar="class=1", help="A label that is known for all images, 1 or 0; repeatable."),
+        typer.Option(metavar="class=1", help="A label that is known for all images, 1 or 0; repeatable."),
     ] = None,
     threshold: Annotated[
-        str,
-        typer.Option(
-            "--threshold", help="Predict classes with a probability above this; `tuned`: one threshold per class."
-        ),
+        str, typer.Option(help="Predict classes with a probability above this; `tuned`: one threshold per class.")
     ] = "0.5",
-    top: Annotated[
-        int | None, typer.Option("--top", min=1, help="Instead of a threshold: the K most probable classes.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Write all probabilities to FILE.csv, .json or .parquet.")
-    ] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Instead of a threshold: the K most probable classes.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write all probabilities to FILE.csv, .json or .parquet.")] = None,
     plugins: Plugins = None,
 ) -> None:
     """Predict the labels of images with a trained model; print a table and write a file with --out.
@@ -154,28 +148,23 @@ def format_prediction(prediction: ImagePrediction, chosen: list[int], model: Sav
     return ", ".join(f"{model.classes[label]} {prediction.probabilities[label]:.3f}" for label in chosen) or "none"
 
 
-def progress_over(count: int) -> Any:
+@contextmanager
+def progress_over(count: int) -> Iterator[Callable[[], None]]:
     """A progress bar, shown if there is more than one image."""
-    from contextlib import contextmanager
-
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    @contextmanager
-    def shown() -> Any:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        quiet = count < 2 or not (console.is_terminal or console.is_jupyter)
-        with Progress(*columns, console=console, disable=quiet) as progress:
-            bar = progress.add_task("images", total=count)
-            yield lambda: progress.advance(bar)
-
-    return shown()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    quiet = count < 2 or not (console.is_terminal or console.is_jupyter)
+    with Progress(*columns, console=console, disable=quiet) as progress:
+        bar = progress.add_task("images", total=count)
+        yield lambda: progress.advance(bar)
 
 
 def export(
     model: RunOrModel,
-    to: Annotated[str, typer.Option("--to", help="onnx (extra `export`), safetensors or torchscript.")] = "onnx",
+    to: Annotated[str, typer.Option(help="onnx (extra `export`), safetensors or torchscript.")] = "onnx",
     out: Annotated[
-        Path | None, typer.Option("--out", help="The folder to write to. Default: export/ in the folder of the run.")
+        Path | None, typer.Option(help="The folder to write to. Default: export/ in the folder of the run.")
     ] = None,
     plugins: Plugins = None,
 ) -> None:
@@ -193,9 +182,9 @@ def export(
 
 def show_errors(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    top: Annotated[int, typer.Option("--top", min=1, help="Mistakes per class.")] = 5,
-    threshold: Annotated[str, typer.Option("--threshold", help="A number, or `tuned`.")] = "0.5",
-    out: Annotated[Path, typer.Option("--out", help="The image file to write.")] = Path("errors.png"),
+    top: Annotated[int, typer.Option(min=1, help="Mistakes per class.")] = 5,
+    threshold: Annotated[str, typer.Option(help="A number, or `tuned`.")] = "0.5",
+    out: Annotated[Path, typer.Option(help="The image file to write.")] = Path("errors.png"),
     plugins: Plugins = None,
 ) -> None:
     """Show the most confident mistakes on the test data, per class; if the data is available, also as images.
@@ -239,7 +228,7 @@ def tune(
         ),
     ] = "f1",
     calibrate: Annotated[
-        str, typer.Option("--calibrate", help="Also calibrate probabilities: platt (per class), temperature or none.")
+        str, typer.Option(help="Also calibrate probabilities: platt (per class), temperature or none.")
     ] = "none",
     plugins: Plugins = None,
 ) -> None:

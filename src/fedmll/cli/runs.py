@@ -94,7 +94,7 @@ def runs(folder: Annotated[Path, typer.Argument(help="A folder with runs.")] = P
 
 def report(
     runs: Folders,
-    out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     keep_files: Annotated[
         bool, typer.Option("--files", help="Also write each figure as PNG, SVG and CSV, in a folder next to the page.")
     ] = False,
@@ -114,9 +114,9 @@ def report(
 
 def plot(
     runs: Folders,
-    metric: Annotated[str, typer.Option("--metric", help="A metric of metrics.jsonl: map, macro_auc, loss, …")] = "map",
-    by: Annotated[str, typer.Option("--by", help="The x axis: round, megabytes or seconds.")] = "round",
-    out: Annotated[Path | None, typer.Option("--out", help="Write FILE.png, .svg or .csv instead of printing.")] = None,
+    metric: Annotated[str, typer.Option(help="A metric of metrics.jsonl: map, macro_auc, loss, …")] = "map",
+    by: Annotated[str, typer.Option(help="The x axis: round, megabytes or seconds.")] = "round",
+    out: Annotated[Path | None, typer.Option(help="Write FILE.png, .svg or .csv instead of printing.")] = None,
 ) -> None:
     """Plot a metric of runs and comparisons (the mean over seeds), in the terminal or to a file.
 

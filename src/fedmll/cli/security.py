@@ -171,8 +171,7 @@ def verify(
         Path, typer.Argument(metavar="FILE_OR_FOLDER", help="audit.jsonl, or the folder that contains it.")
     ],
     last: Annotated[
-        str | None,
-        typer.Option("--last", metavar="HASH", help="The last hash, as it was printed: checks that the end is there."),
+        str | None, typer.Option(metavar="HASH", help="The last hash, as it was printed: checks that the end is there.")
     ] = None,
 ) -> None:
     """Check that every line of an audit log fits the line before it.

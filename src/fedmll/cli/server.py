@@ -70,23 +70,17 @@ def register(app: typer.Typer) -> None:
 def server(
     arguments: ExperimentArguments,
     settings: Settings = None,
-    clients: Annotated[str, typer.Option("--clients", help="The clients' names, comma-separated.")] = "",
+    clients: Annotated[str, typer.Option(help="The clients' names, comma-separated.")] = "",
     validators: Annotated[
-        str,
-        typer.Option("--validators", help="Names of sites that only test (`fedmll validate`), comma-separated."),
+        str, typer.Option(help="Names of sites that only test (`fedmll validate`), comma-separated.")
     ] = "",
-    min_clients: Annotated[
-        int | None, typer.Option("--min-clients", help="Valid replies that a round needs. Default: 2.")
-    ] = None,
+    min_clients: Annotated[int | None, typer.Option(help="Valid replies that a round needs. Default: 2.")] = None,
     start_with: StartWith = None,
-    round_timeout: Annotated[float, typer.Option("--round-timeout", help="Seconds that a round may take.")] = 600,
+    round_timeout: Annotated[float, typer.Option(help="Seconds that a round may take.")] = 600,
     join_timeout: Annotated[
-        float,
-        typer.Option("--join-timeout", help="Seconds in which all clients, or --start-with of them, must join."),
+        float, typer.Option(help="Seconds in which all clients, or --start-with of them, must join.")
     ] = 1800,
-    max_share: Annotated[
-        float, typer.Option("--max-share", help="The largest share of one client in an average by size.")
-    ] = 1.0,
+    max_share: Annotated[float, typer.Option(help="The largest share of one client in an average by size.")] = 1.0,
     thresholds: Annotated[
         str,
         typer.Option(help="Goal of the thresholds: f1, recall=0.9, precision=0.8, conformal_recall=0.9 (as in tune)."),
@@ -96,17 +90,15 @@ def server(
     ] = "none",
     yes: Yes = False,
     listen: Annotated[
-        str | None, typer.Option("--listen", help="HOST:PORT. Default: 0.0.0.0:8000; --insecure: 127.0.0.1:8000.")
+        str | None, typer.Option(help="HOST:PORT. Default: 0.0.0.0:8000; --insecure: 127.0.0.1:8000.")
     ] = None,
     keys: Annotated[
-        Path, typer.Option("--keys", help="The folder with the server's certificate and the clients' .pub files.")
+        Path, typer.Option(help="The folder with the server's certificate and the clients' .pub files.")
     ] = Path("keys"),
     passphrase_file: PassphraseFile = None,
     insecure: Insecure = False,
-    simulate: Annotated[
-        int | None, typer.Option("--simulate", metavar="K", help="Rehearse with K clients on this machine.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = None,
+    simulate: Annotated[int | None, typer.Option(metavar="K", help="Rehearse with K clients on this machine.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder. Default: a new one in runs/.")] = None,
     status: Status = None,
     track: Track = None,
 ) -> None:
@@ -193,16 +185,7 @@ def resume_server(
     track: Sequence[str] = (),
     yes: bool = False,
 ) -> None:
-    """`fedmll resume` of a server's folder.
-
-    Args:
-        folder: the run's folder.
-        rounds: the number of rounds, for the progress bar.
-        changes: the arguments of `change_server_settings`.
-        passphrase_file: its first line is the passphrase of the server's key.
-        track: the names of trackers.
-        yes: whether to start in spite of doubtful label counts, without asking.
-    """
+    """`fedmll resume` of a server's folder. `changes` are the arguments of `change_server_settings`."""
     from fedmll.cli import display
     from fedmll.core.text import confirm_always, confirm_at_terminal
     from fedmll.deploy.server import serve

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv as csv_format
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -23,6 +23,7 @@ from fedmll.cli.options import (
     load_plugin_files,
     parse_window,
     split_names,
+    with_parameters,
 )
 from fedmll.cli.output import console, errors, print_table, say
 from fedmll.cli.predict import load_model_of
@@ -43,10 +44,9 @@ class SiteOptions:
     """The options that check, join and validate share: the site's data and keys."""
 
     csv: Annotated[
-        Path,
-        typer.Option("--csv", help="The labels: one row per image, one column per class; 1, 0 or blank (unknown)."),
+        Path, typer.Option(help="The labels: one row per image, one column per class; 1, 0 or blank (unknown).")
     ]
-    images: Annotated[Path, typer.Option("--images", help="The folder that the paths in the CSV start from.")]
+    images: Annotated[Path, typer.Option(help="The folder that the paths in the CSV start from.")]
     settings: Settings = None
     classes: Classes = None
     ignore: Ignore = None
@@ -55,19 +55,14 @@ class SiteOptions:
     skip_unreadable: SkipUnreadable = False
     rename: Annotated[
         Path | None,
-        typer.Option(
-            "--rename", metavar="FILE.csv", help="Your class names and the study's: a CSV with the columns own,study."
-        ),
+        typer.Option(metavar="FILE.csv", help="Your class names and the study's: a CSV with the columns own,study."),
     ] = None
-    ca: Annotated[Path, typer.Option("--ca", help="The CA's certificate, from the server's operator.")] = Path(
-        "keys/ca.crt"
-    )
-    key: Annotated[Path | None, typer.Option("--key", help="Your private key. Default: keys/NAME.key.")] = None
+    ca: Annotated[Path, typer.Option(help="The CA's certificate, from the server's operator.")] = Path("keys/ca.crt")
+    key: Annotated[Path | None, typer.Option(help="Your private key. Default: keys/NAME.key.")] = None
     passphrase_file: PassphraseFile = None
     insecure: Insecure = False
     state_dir: Annotated[
-        Path | None,
-        typer.Option("--state-dir", metavar="DIR", help="Your client's own folder. Default: fedmll-NAME."),
+        Path | None, typer.Option(metavar="DIR", help="Your client's own folder. Default: fedmll-NAME.")
     ] = None
 
     def site(self, name: str, **more: Any) -> Site:
@@ -106,23 +101,17 @@ class SiteOptions:
 class JoinOptions(SiteOptions):
     """The options that join and validate share."""
 
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "auto"
-    patience: Annotated[
-        float, typer.Option("--patience", help="Seconds to wait for a server that is not reachable.")
-    ] = 12 * 3600
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto"
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a server that is not reachable.")] = 12 * 3600
     approve: Annotated[
-        str | None,
-        typer.Option(
-            "--approve", metavar="DIGEST", help="Take part only in the study with this digest, and do not ask."
-        ),
+        str | None, typer.Option(metavar="DIGEST", help="Take part only in the study with this digest, and do not ask.")
     ] = None
     weights: Annotated[
         list[Path] | None,
-        typer.Option("--weights", metavar="FILE", help="Your copy of a file that the experiment needs; repeatable."),
+        typer.Option(metavar="FILE", help="Your copy of a file that the experiment needs; repeatable."),
     ] = None
     min_count: Annotated[
-        int,
-        typer.Option("--min-count", help="Do not send counts of fewer positive or negative images of a class."),
+        int, typer.Option(help="Do not send counts of fewer positive or negative images of a class.")
     ] = 10
     plugins: Plugins = None
 
@@ -141,34 +130,16 @@ class JoinOptions(SiteOptions):
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the parameter `options`, a dataclass, by one command-line option per field of the dataclass."""
-    parameters = inspect.signature(command, eval_str=True).parameters
-    record = parameters["options"].annotation
-    assert is_dataclass(record) and isinstance(record, type)
-    hints, names = get_type_hints(record, include_extras=True), [field.name for field in fields(record)]
-    shared = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(record)
-    ]
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in parameters.items()
-        if name != "options"
-    ]
-    required = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
-    combined = [*required, *shared, *(parameter for parameter in own if parameter not in required)]
+    own = {name: (p.annotation, p.default) for name, p in inspect.signature(command, eval_str=True).parameters.items()}
+    record, _ = own.pop("options")
+    hints, empty = get_type_hints(record, include_extras=True), inspect.Parameter.empty
+    shared = {f.name: (hints[f.name], empty if f.default is MISSING else f.default) for f in fields(record)}
+    required = {name: parameter for name, parameter in own.items() if parameter[1] is empty}
 
-    def expanded(**values: Any) -> None:
-        command(options=record(**{name: values.pop(name) for name in names}), **values)
+    def call(**values: Any) -> None:
+        command(options=record(**{name: values.pop(name) for name in shared}), **values)
 
-    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in combined}
-    expanded.__signature__ = inspect.Signature(combined)  # type: ignore[attr-defined]
-    expanded.__name__, expanded.__doc__ = command.__name__, command.__doc__
-    return expanded
+    return with_parameters(call, command, required | shared | own)
 
 
 def register(app: typer.Typer) -> None:
@@ -180,19 +151,14 @@ def register(app: typer.Typer) -> None:
 def check(
     options: SiteOptions,
     study: Annotated[
-        Path | None, typer.Option("--study", metavar="FILE.toml", help="The study, from the server's operator.")
+        Path | None, typer.Option(metavar="FILE.toml", help="The study, from the server's operator.")
     ] = None,
     clients: Annotated[
-        int | None,
-        typer.Option("--clients", metavar="N", min=1, help="The study's number of clients; its digest needs it."),
+        int | None, typer.Option(metavar="N", min=1, help="The study's number of clients; its digest needs it.")
     ] = None,
-    server: Annotated[
-        str | None, typer.Option("--server", metavar="HOST:PORT", help="Also connect to the server.")
-    ] = None,
-    name: Annotated[str, typer.Option("--name", help="Your name in the federation.")] = "site",
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.json", help="Also write the results to a file.")
-    ] = None,
+    server: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Also connect to the server.")] = None,
+    name: Annotated[str, typer.Option(help="Your name in the federation.")] = "site",
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the results to a file.")] = None,
 ) -> None:
     """Check whether you can join a federation: labels, class names, images, patients, disk, keys, server and clock.
 
@@ -223,21 +189,18 @@ def check(
 @expand_options
 def join(
     server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The federation's server.")],
-    name: Annotated[str, typer.Option("--name", help="Your name in the federation.")],
+    name: Annotated[str, typer.Option(help="Your name in the federation.")],
     options: JoinOptions,
-    data: Annotated[str, typer.Option("--data", help="The kind of data; 'folder' is the only one.")] = FOLDER,
+    data: Annotated[str, typer.Option(help="The kind of data; 'folder' is the only one.")] = FOLDER,
     keep_cache: Annotated[
         bool, typer.Option("--keep-cache", help="Keep the prepared images in --state-dir when the run is over.")
     ] = False,
-    max_rounds: Annotated[int, typer.Option("--max-rounds", help="Do not take part in a run with more rounds.")] = 1000,
-    min_images: Annotated[int, typer.Option("--min-images", help="Do not train on fewer images.")] = 10,
-    max_memory: Annotated[float, typer.Option("--max-memory", help="GB for the model and one batch, at most.")] = 4.0,
-    methods: Annotated[
-        str | None, typer.Option("--methods", help="The only methods that you allow, comma-separated.")
-    ] = None,
+    max_rounds: Annotated[int, typer.Option(help="Do not take part in a run with more rounds.")] = 1000,
+    min_images: Annotated[int, typer.Option(help="Do not train on fewer images.")] = 10,
+    max_memory: Annotated[float, typer.Option(help="GB for the model and one batch, at most.")] = 4.0,
+    methods: Annotated[str | None, typer.Option(help="The only methods that you allow, comma-separated.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Where the model and the report go. Default: --state-dir."),
+        Path | None, typer.Option(metavar="DIR", help="Where the model and the report go. Default: --state-dir.")
     ] = None,
     report: Annotated[
         bool,
@@ -281,12 +244,11 @@ def validate(
         str, typer.Argument(metavar="SERVER_OR_MODEL", help="HOST:PORT, the folder of a run or a model.safetensors.")
     ],
     options: JoinOptions,
-    name: Annotated[str | None, typer.Option("--name", help="With a server: your name there.")] = None,
+    name: Annotated[str | None, typer.Option(help="With a server: your name there.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out",
-            help="With a model: the JSON file for the counts. With a server: the folder for the model and the report.",
+            help="With a model: the JSON file for the counts. With a server: the folder for the model and the report."
         ),
     ] = None,
 ) -> None:

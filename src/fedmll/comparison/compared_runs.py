@@ -18,15 +18,9 @@ from numpy.typing import NDArray
 from fedmll.comparison.comparison_folder import ComparisonFolder, ComparisonRecord
 from fedmll.comparison.results import metric_value
 from fedmll.core.errors import ConfigError, DataError
+from fedmll.core.text import printable
 from fedmll.evaluation.metric_definitions import SELECTION
-from fedmll.runs.run_folder import (
-    CHECKPOINT_FOLDER,
-    EXPERIMENT_FILE,
-    FAILURE_FILE,
-    RECORDS_FOLDER,
-    RunFolder,
-    RunState,
-)
+from fedmll.runs.run_folder import CHECKPOINT_FOLDER, EXPERIMENT_FILE, FAILURE_FILE, RECORDS_FOLDER, RunFolder, RunState
 from fedmll.runs.run_overview import DAMAGED_FILE_ERRORS, RunRecord, float_or_nan, read_run
 
 SEED_FOLDER = re.compile(r"seed-(-?\d+)")
@@ -63,19 +57,12 @@ def _metric_or_nan(run: RunRecord, metric: str) -> float:
 
 @dataclass(eq=False, kw_only=True)
 class ComparedRuns:
-    """Rows of runs.
+    """Rows of runs."""
 
-    Attributes:
-        title: the names of the folders.
-        rows: the rows.
-        trials: runs that only chose a setting of --tune, and are in no row.
-        rejected: runs that failed before they had a folder: name and reason.
-    """
-
-    title: str = ""
+    title: str = ""  # the names of the folders
     rows: list[ComparedRow]
-    trials: list[RunRecord] = field(default_factory=list)
-    rejected: list[tuple[str, str]] = field(default_factory=list)
+    trials: list[RunRecord] = field(default_factory=list)  # runs that only chose a setting of --tune: in no row
+    rejected: list[tuple[str, str]] = field(default_factory=list)  # failed before they had a folder: name and reason
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -176,7 +163,7 @@ def _add_recorded_rows(study: ComparedRuns, record: ComparisonRecord, runs: dict
         for recorded in row.runs:
             run = runs.pop(recorded.folder, None)
             if run is None and recorded.state is RunState.FAILED:
-                study.rejected.append((recorded.folder, recorded.reason))
+                study.rejected.append((recorded.folder, printable(recorded.reason, 600)))
             elif run is not None and recorded.in_table:
                 shown.append(run)
             elif run is not None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from fedmll.comparison.results import Comparison, ComparisonCell, ComparisonRow
 from fedmll.comparison.tables import write_tables
@@ -45,32 +46,34 @@ PACKAGES = ("fedmll", "torch", "numpy", "scipy")  # whose versions are recorded
 GIT_SECONDS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedRun:
+class RecordedRun(BaseModel):
     """A run in comparison.json. `folder` is relative to the comparison's folder."""
 
     folder: str
     seed: int
     setting: dict[str, Any]
     state: RunState
-    reason: str
+    reason: str | None
     in_table: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedRow:
+class RecordedRow(BaseModel):
     label: str
     runs: list[RecordedRun]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparisonRecord:
+class RecordedTable(BaseModel):
+    header: list[str]
+    rows: list[list[str]]
+
+
+class ComparisonRecord(BaseModel):
     """What a reader needs of comparison.json."""
 
     rows: list[RecordedRow]
-    tables: list[TextTable]
+    tables: list[RecordedTable]
     notes: list[str]
-    is_done: bool
+    done: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,14 +162,8 @@ class ComparisonFolder:
         if not self.record_file.is_file():
             return None
         try:
-            values = json.loads(self.record_file.read_text())
-            return ComparisonRecord(
-                rows=[_read_row(row) for row in values["rows"]],
-                tables=[(list(table["header"]), [list(row) for row in table["rows"]]) for table in values["tables"]],
-                notes=[str(note) for note in values["notes"]],
-                is_done=bool(values["done"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return ComparisonRecord.model_validate_json(self.record_file.read_bytes())
+        except (OSError, ValueError) as error:
             raise DataError(f"{self.record_file} cannot be read ({printable(error, 160)}).") from None
 
     def read_overview(self) -> ComparisonOverview:
@@ -179,7 +176,8 @@ class ComparisonFolder:
         notes = []
         try:
             if (record := self.read_record()) is not None:
-                return ComparisonOverview(tables=record.tables, notes=record.notes, runs=runs)
+                tables = [(table.header, table.rows) for table in record.tables]
+                return ComparisonOverview(tables=tables, notes=record.notes, runs=runs)
         except DataError as error:
             notes = [f"{error} The table was made from the folders of the runs."]
         return ComparisonOverview(tables=[_table_of_runs(runs)], notes=notes, runs=runs)
@@ -194,21 +192,6 @@ def _cell_state(cell: ComparisonCell) -> RunState:
     if cell.failure is not None:
         return RunState.FAILED  # also a run that was rejected before it had a folder
     return RunState.FINISHED if cell.summary is not None else cell.folder.state
-
-
-def _read_row(row: Mapping[str, Any]) -> RecordedRow:
-    runs = [
-        RecordedRun(
-            folder=str(run["folder"]),
-            seed=int(run["seed"]),
-            setting=dict(run["setting"]),
-            state=RunState(run["state"]),
-            reason=printable(run["reason"] or "", 600),
-            in_table=bool(run["in_table"]),
-        )
-        for run in row["runs"]
-    ]
-    return RecordedRow(label=str(row["label"]), runs=runs)
 
 
 def _table_of_runs(runs: Sequence[RunRecord]) -> TextTable:

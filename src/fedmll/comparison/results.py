@@ -26,25 +26,15 @@ DESCRIPTION = "description"  # in --metrics: a column that says what the method 
 
 @dataclass(eq=False, kw_only=True)
 class ComparisonCell:
-    """One run: a row at one seed, while tuning also with one setting.
+    """One run: a row at one seed, while tuning also with one setting."""
 
-    Attributes:
-        variant: the row.
-        seed: the seed.
-        setting: what --tune sets for this run.
-        path: the run's folder.
-        experiment: the experiment with all of this.
-        summary: the content of summary.json; None until the run is finished.
-        failure: why the run failed; None if it did not.
-    """
-
-    variant: Variant
+    variant: Variant  # the row
     seed: int
-    setting: dict[str, Any]
-    path: Path
+    setting: dict[str, Any]  # what --tune sets for this run
+    path: Path  # the run's folder
     experiment: Experiment
-    summary: dict[str, Any] | None = None
-    failure: str | None = None
+    summary: dict[str, Any] | None = None  # of summary.json; None until the run is finished
+    failure: str | None = None  # why the run failed
 
     @property
     def folder(self) -> RunFolder:
@@ -60,19 +50,12 @@ class ComparisonCell:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """The runs of a variant.
-
-    Attributes:
-        label: the variant's label.
-        cells: one run per seed; empty until the best setting is known, or if every setting failed.
-        trials: the runs of one seed with every setting of --tune.
-        choices: what --tune tries: key → values.
-    """
+    """The runs of a variant."""
 
     label: str
-    cells: list[ComparisonCell]
-    trials: list[ComparisonCell] = field(default_factory=list)
-    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    cells: list[ComparisonCell]  # one run per seed; empty until the best setting is known, or if every setting failed
+    trials: list[ComparisonCell] = field(default_factory=list)  # the runs of one seed with every setting of --tune
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # what --tune tries: key → values
 
     @property
     def setting(self) -> dict[str, Any]:

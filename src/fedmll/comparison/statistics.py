@@ -36,30 +36,18 @@ Distributions = Mapping[RunKey, Mapping[str, Floats]]  # metric → its value in
 
 @dataclass(frozen=True, kw_only=True)
 class MarginTest:
-    """The margin of a row over the reference row in one metric, over the seeds that both have.
-
-    Attributes:
-        row: the row's label.
-        metric: the metric's name.
-        seeds: the number of seeds.
-        margin: the mean over the seeds.
-        low, high: the interval over test samples; NaN without stored predictions.
-        p: of Wilcoxon's test; NaN without a seed.
-        adjusted: p after Holm's correction.
-        drawn: what the bootstrap draws, samples or patients.
-        missing: why there is no interval.
-    """
+    """The margin of a row over the reference row in one metric, over the seeds that both have."""
 
     row: str
     metric: str
-    seeds: int
-    margin: float = math.nan
-    low: float = math.nan
+    seeds: int  # how many
+    margin: float = math.nan  # the mean over the seeds
+    low: float = math.nan  # the interval over test samples; NaN without stored predictions
     high: float = math.nan
-    p: float = math.nan
-    adjusted: float = math.nan
-    drawn: str = SAMPLES
-    missing: str = ""
+    p: float = math.nan  # of Wilcoxon's test; NaN without a seed
+    adjusted: float = math.nan  # p after Holm's correction
+    drawn: str = SAMPLES  # what the bootstrap draws, samples or patients
+    missing: str = ""  # why there is no interval
 
 
 def compute_margin_tests(

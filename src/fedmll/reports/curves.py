@@ -18,18 +18,7 @@ from fedmll.evaluation import metric_definitions
 from fedmll.evaluation.metric_definitions import find_metric, in_table_order, label_of
 from fedmll.reports import figure
 from fedmll.reports.chart_drawing import draw_chart
-from fedmll.reports.charts import (
-    COUNT,
-    HIGH,
-    LINES,
-    LOW,
-    NUMBER,
-    PERCENT,
-    Chart,
-    ChartAxis,
-    ChartSeries,
-    Columns,
-)
+from fedmll.reports.charts import COUNT, HIGH, LINES, LOW, NUMBER, PERCENT, Chart, ChartAxis, ChartSeries, Columns
 from fedmll.runs.run_overview import RunRecord, float_or_nan
 
 NO_METRICS = ("round", "seconds", "bytes_up", "bytes_down", "clients")  # columns of metrics.jsonl
@@ -199,10 +188,7 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _path(
-    points: Sequence[tuple[float, float]],
-    x_span: tuple[float, float],
-    y_span: tuple[float, float],
-    columns: int,
+    points: Sequence[tuple[float, float]], x_span: tuple[float, float], y_span: tuple[float, float], columns: int
 ) -> list[tuple[int, int]]:
     """The characters (column, line) at the points and between them."""
     xs = [(x - x_span[0]) / (x_span[1] - x_span[0]) * (columns - 1) for x, _ in points]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.resources import files as resources
 from pathlib import Path, PurePath
 from typing import Any
@@ -28,14 +27,7 @@ from fedmll.data.dataset import Dataset
 from fedmll.evaluation.metric_definitions import BEST_METHOD_BY, METRICS, label_of
 from fedmll.inference.load import SavedRun, load_run
 from fedmll.reports.chart_drawing import chart_figures
-from fedmll.reports.charts import (
-    Chart,
-    calibration_chart,
-    class_chart,
-    client_chart,
-    label_heatmaps,
-    threshold_chart,
-)
+from fedmll.reports.charts import Chart, calibration_chart, class_chart, client_chart, label_heatmaps, threshold_chart
 from fedmll.reports.curves import learning_curves
 from fedmll.reports.figure import ReportFigure, file_name, render, to_csv, write_figures
 from fedmll.reports.figures import (
@@ -51,31 +43,11 @@ from fedmll.runs.formatting import mean_and_std, to_json
 from fedmll.runs.run_folder import RunState
 from fedmll.runs.run_overview import RunRecord
 
-FigureMaker = Callable[[RunRecord], list[ReportFigure]]
 SCREEN_RESOLUTION = 130  # dots per inch of figures in the page
 PALETTE_SIZE = 256  # colours of a figure in the page
 
 
-@dataclass(frozen=True)
-class ModelFigures:
-    """The figures of the model of one row, from its first seed."""
-
-    label: str
-    figures: list[ReportFigure]
-
-    @property
-    def for_page(self) -> list[dict[str, str]]:
-        return [{"title": one.title, "caption": one.caption, "source": data_url(one)} for one in self.figures]
-
-
-def write_report(
-    paths: Sequence[Path],
-    out: Path,
-    *,
-    images: bool = False,
-    keep_files: bool = False,
-    make_figures: FigureMaker | None = None,
-) -> ComparedRuns:
+def write_report(paths: Sequence[Path], out: Path, *, images: bool = False, keep_files: bool = False) -> ComparedRuns:
     """Write the report of runs and comparisons.
 
     Args:
@@ -83,24 +55,19 @@ def write_report(
         out: The HTML file.
         images: Also show images of the data; needs the data.
         keep_files: Also write every figure as PNG, SVG and CSV, into a folder next to the page.
-        make_figures: Makes the figures of a run's model; by default `run_figures`.
 
     Returns:
         What was read, with the reasons for what is missing.
     """
     study = read_compared_runs(paths)
     charts, table = make_charts(study), result_table(study)
-    figures_by_row = [
-        ModelFigures(row.label, figures)
-        for row in study.rows
-        if row.finished and (figures := make_figures(row.first) if make_figures else run_figures(row.first, images))
-    ]
-    files.write_atomic(out, render_page(study, charts, table, figures_by_row))
+    figures = [(row.label, run_figures(row.first, images)) for row in study.rows if row.finished]  # of the first seed
+    files.write_atomic(out, render_page(study, charts, table, figures))
     if keep_files:
         folder = figure_folder(out)
         write_figures(folder, (figure for chart in charts for figure in chart_figures(chart)))
-        for one in figures_by_row:
-            write_figures(folder / file_name(one.label), one.figures)
+        for label, of_row in figures:
+            write_figures(folder / file_name(label), of_row)
         if table is not None:
             files.write_atomic(folder / "results.csv", to_csv(table.csv_rows))
     return study
@@ -125,7 +92,10 @@ def make_charts(study: ComparedRuns) -> list[Chart]:
 
 
 def render_page(
-    study: ComparedRuns, charts: Sequence[Chart], table: ResultTable | None, figures_by_row: Sequence[ModelFigures] = ()
+    study: ComparedRuns,
+    charts: Sequence[Chart],
+    table: ResultTable | None,
+    figures: Sequence[tuple[str, list[ReportFigure]]],
 ) -> str:
     shared, differing = compare_settings(study.rows)
     runs = len(study.runs) + len(study.trials)
@@ -138,7 +108,7 @@ def render_page(
         differing=differing if len(study.rows) > 1 else [],
         table=table,
         charts={chart.name: chart for chart in charts},
-        model_figures=figures_by_row,
+        model_figures=[(label, [(one, data_url(one)) for one in of_row]) for label, of_row in figures if of_row],
         missing=[*study.missing, *study.damaged],
         footer="All numbers come from the files in the folders of the runs. This page loads nothing from the network.",
         data=chart_data(charts),
@@ -176,13 +146,8 @@ def data_url(figure: ReportFigure) -> str:
 
 
 def model_figures(run: SavedRun, data: Dataset | None = None) -> list[ReportFigure]:
-    """All figures that a run has the numbers for.
-
-    Args:
-        run: A finished run.
-        data: Its test data (`run.load_test_data()`). With it there are also figures that need the images, and some of
-            these show images.
-    """
+    """All figures that a finished run has the numbers for. With its test data (`run.load_test_data()`) there are also
+    figures that need the images, and some of these show images."""
     figures = [
         label_correlation.correlation_figure(run),
         class_features.class_vector_figure(run),

@@ -17,13 +17,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from fedmll.core.versions import fedmll_version
-from fedmll.evaluation.bootstrap import (
-    COMPARED_METRICS,
-    MIN_SAMPLES,
-    Estimate,
-    ModelOutput,
-    PairedComparison,
-)
+from fedmll.evaluation.bootstrap import COMPARED_METRICS, MIN_SAMPLES, Estimate, ModelOutput, PairedComparison
 from fedmll.evaluation.metric_definitions import CLASS_METRICS
 from fedmll.reports.charts import Chart, ChartSeries, reliability_chart, reliability_curve
 from fedmll.reports.html_report import chart_data, load_template, read_resource
@@ -51,28 +45,16 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SiteComparison:
-    """What the report shows.
-
-    Attributes:
-        site: The name of the site.
-        experiment: A few words on the experiment.
-        classes: The classes that the site annotates.
-        outputs: The predictions of each model for the test samples, by LOCAL, …; without a local model only FEDERATED
-            and FEDERATED_TUNED.
-        targets: (N, C) labels of the test samples.
-        split: A sentence on which samples were used for thresholds and which for the metrics.
-        notes: What else a reader must know.
-        comparison: The metrics; None if the site has too few samples for any.
-    """
+    """What the report shows."""
 
     site: str
-    experiment: str
-    classes: tuple[str, ...]
-    outputs: Mapping[str, ModelOutput]
-    targets: NDArray[np.int8]
-    split: str
-    notes: Sequence[str] = ()
-    comparison: PairedComparison | None = None
+    experiment: str  # a few words on it
+    classes: tuple[str, ...]  # those that the site annotates
+    outputs: Mapping[str, ModelOutput]  # for the test samples, by LOCAL, …; without a local model only FEDERATED…
+    targets: NDArray[np.int8]  # (N, C) labels of the test samples
+    split: str  # a sentence: which samples were used for thresholds and which for the metrics
+    notes: Sequence[str] = ()  # what else a reader must know
+    comparison: PairedComparison | None = None  # None if the site has too few samples for any metric
 
     @property
     def has_local_model(self) -> bool:

@@ -83,11 +83,7 @@ def compute_correlations(
     consensus = agreed[0].double().numpy()[np.ix_(shown, shown)] if agreed else None
     names = tuple(run.classes[c] for c in shown)
     return RunCorrelations(
-        classes=names,
-        learned=learned.matrix().double().numpy(),
-        true=true,
-        consensus=consensus,
-        blocks=blocks.numpy(),
+        classes=names, learned=learned.matrix().double().numpy(), true=true, consensus=consensus, blocks=blocks.numpy()
     )
 
 
@@ -140,11 +136,7 @@ def describe_difference(matrix: Matrix, reference: Matrix) -> str:
 
 
 def write_matrices(
-    path: Path,
-    matrices: Mapping[str, Matrix],
-    classes: Sequence[str],
-    blocks: NDArray[np.int64],
-    true: str = "true",
+    path: Path, matrices: Mapping[str, Matrix], classes: Sequence[str], blocks: NDArray[np.int64], true: str = "true"
 ) -> None:
     """Write the matrices as an image file with a white background."""
     write_image(path, draw_matrices(matrices, classes, blocks, true))

@@ -163,10 +163,7 @@ def label_table(counts: LabelMap, names: Sequence[str], classes: Sequence[str], 
 
 
 def draw_label_map(
-    counts: NDArray[np.integer],
-    names: Sequence[str],
-    classes: Sequence[str],
-    known: NDArray[np.bool_] | None = None,
+    counts: NDArray[np.integer], names: Sequence[str], classes: Sequence[str], known: NDArray[np.bool_] | None = None
 ) -> Figure:
     """Draw the map: darker cells have more positives, hatched ones are not annotated."""
     shown = np.asarray(counts)[:IMAGE_LIMIT, :IMAGE_LIMIT]

@@ -41,11 +41,7 @@ def figure_by_round(run: SavedRun) -> ReportFigure | None:
             "simulation has the hidden labels; the method does not use them."
         )
     return ReportFigure(
-        name="pseudo-labels",
-        title="Pseudo-labels by round",
-        caption=caption,
-        figure=apply_style(figure),
-        rows=rows,
+        name="pseudo-labels", title="Pseudo-labels by round", caption=caption, figure=apply_style(figure), rows=rows
     )
 
 
