@@ -125,8 +125,8 @@ class DataSettings(SettingsSection):
     ignore: Names = Field(default=(), description="Columns of a CSV to ignore.")
     group: str | None = Field(
         default=None,
-        description="The column that names the patient (for `packed`, the array). All samples of a patient stay on one "
-        "side of each split.",
+        description="The column that names the patient (for `packed`, the array). All samples of a patient stay on "
+        "one side of each split.",
     )
     window: tuple[float, float] | None = Field(
         default=None,
@@ -196,8 +196,8 @@ class PartitionSettings(SettingsSection):
     kind: str = Field(
         default=AUTO,
         description="How samples are assigned to clients: iid, dirichlet, labels-per-client, natural, feature-skew, "
-        "file or "
-        "a plug-in's name. auto: natural if the data names its clients (a `client` column), otherwise dirichlet.",
+        "file or a plug-in's name. auto: natural if the data names its clients (a `client` column), otherwise "
+        "dirichlet.",
     )
     clients: Count | None = Field(
         default=None, description="The number of clients. Default: 10; for `natural`, one client per group."
@@ -209,8 +209,7 @@ class PartitionSettings(SettingsSection):
     unassignable: Literal["drop", "withhold", "negative"] = Field(
         default="drop",
         description="What happens to a sample whose labels fit no client: drop it, or assign it with the labels that "
-        "do not "
-        "fit as unknown (withhold) or absent (negative).",
+        "do not fit as unknown (withhold) or absent (negative).",
     )
     labels_per_client: Count = Field(default=2, description="The number of classes per client for `labels-per-client`.")
     minimum: Count | None = Field(
@@ -221,8 +220,7 @@ class PartitionSettings(SettingsSection):
     holdout: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = Field(
         default="auto",
         description="The fraction of its samples that a client holds out for validation. auto: 0.1, or 0 if the "
-        "source has "
-        "validation data.",
+        "source has validation data.",
     )
     server: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="The fraction of the training samples that the server holds, without labels."
@@ -312,14 +310,12 @@ class TrainingSettings(SettingsSection):
     keep: Literal["auto", "last", "best"] = Field(
         default="auto",
         description="The model that is kept: of the last round, or of the round that is best on the validation data. "
-        "auto: "
-        "the method's choice.",
+        "auto: the method's choice.",
     )
     clients_per_batch: Annotated[int, Field(ge=2)] | None = Field(
         default=None,
         description="Train this many clients at once, in simulations with networks of linear layers. Faster; the last "
-        "bits "
-        "of the results differ.",
+        "bits of the results differ.",
     )
 
     def batches(self, samples: float) -> int:
