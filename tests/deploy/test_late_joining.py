@@ -224,7 +224,7 @@ def test_a_started_run_keeps_a_place_for_clients_that_have_not_joined(tmp_path: 
     (tmp_path / "sites.json").write_text('{"b": {}, "c": {}}')
     (tmp_path / "checkpoint").mkdir()
     assert not server_settings.has_begun(tmp_path)
-    (tmp_path / "checkpoint" / "000001.json").write_text("")
+    (tmp_path / "checkpoint" / "000001.safetensors").write_text("")
     changed = server_settings.change_server_settings(tmp_path, drop=["a"])
     assert (changed.clients, changed.dropped, changed.start_with) == (("a", "b", "c"), ("a",), 2)
     assert changed.announced_clients == 3

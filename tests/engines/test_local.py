@@ -165,7 +165,7 @@ def test_error_names_a_client_that_kills_its_worker_twice(tmp_path: Path) -> Non
     )
     with pytest.raises(ClientError, match=r"client c001 in round 2 was killed by signal 9"):
         run(experiment, tmp_path / "run")
-    assert (tmp_path / "run" / "checkpoint" / "000001.json").exists()  # what was good stays
+    assert (tmp_path / "run" / "checkpoint" / "000001.safetensors").exists()  # what was good stays
 
 
 @pytest.mark.parametrize("workers", [0, 2])

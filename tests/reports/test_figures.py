@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import small
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fedmll import load_run, run
 from fedmll.data.dataset import Dataset
@@ -27,6 +27,7 @@ from fedmll.reports.figures import (
     pseudo_labels,
 )
 from fedmll.reports.figures.class_features import ClassFeatures
+from fedmll.runs.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +242,7 @@ def by_hand(folder: Path, rows: list[dict[str, Any]], records: dict[int, dict[st
     (folder / "records").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for number, tensors in records.items():
-        save_file({k: torch.tensor(v) for k, v in tensors.items()}, folder / "records" / f"{number:06d}.safetensors")
+        RunFolder(folder).write_records(number, {k: torch.tensor(v) for k, v in tensors.items()})
     return SavedRun(folder, {"classes": ["a", "b", "c"], "seed": 0})
 
 

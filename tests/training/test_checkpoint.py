@@ -1,9 +1,11 @@
-import json
+"""Checkpoints: the last two whole ones, with checksums of everything that is read back."""
+
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedmll.core import tensor_files
 from fedmll.core.errors import CheckpointError
 from fedmll.training import checkpoint
 from fedmll.training.checkpoint import Checkpoint
@@ -30,37 +32,63 @@ def test_saved_checkpoint_is_loaded(tmp_path: Path) -> None:
 def test_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     for round in range(1, 6):
         checkpoint.save_checkpoint(tmp_path, make(round))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "000004.json", "000004.safetensors", "000005.json", "000005.safetensors",
-    ]  # fmt: skip
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["000004.safetensors", "000005.safetensors"]
     assert checkpoint.referenced_client_states(tmp_path) == {(3, 4), (3, 5)}
 
 
-@pytest.mark.parametrize("name", ["000002.safetensors", "000002.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone"])
-def test_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path, name: str, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["flip values", "flip header", "cut", "empty"])
+def test_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path: Path, damage: str) -> None:
     checkpoint.save_checkpoint(tmp_path, make(1))
     checkpoint.save_checkpoint(tmp_path, make(2))
-    path = tmp_path / name
+    path = tmp_path / "000002.safetensors"
     content = bytearray(path.read_bytes())
-    if damage == "gone":
-        path.unlink()
-    else:
-        content[-3] ^= 1
-        path.write_bytes({"flip": bytes(content), "cut": bytes(content[:-4]), "empty": b""}[damage])
+    place = len(content) - 3 if damage == "flip values" else content.index(b"fingerprint") + 16
+    content[place] ^= 1
+    path.write_bytes({"cut": bytes(content[:-4]), "empty": b""}.get(damage, bytes(content)))
     loaded, warnings = checkpoint.load_checkpoint(tmp_path, "abc")
-    assert loaded is not None
-    assert loaded.round == 1
-    if (name, damage) != ("000002.json", "gone"):  # without its JSON it never was a checkpoint
-        assert len(warnings) == 1
-        assert "damaged" in warnings[0]
+    assert loaded is not None and loaded.round == 1
+    assert len(warnings) == 1 and "000002.safetensors is damaged" in warnings[0]
+    assert warnings[0].endswith("The run continues after round 1; its result is the same.")
+    assert (tmp_path / "000002.safetensors.damaged-1").exists()
 
 
-def test_changed_json_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """Also in the header: a bit that makes no difference to what is read is the only exception."""
+    checkpoint.save_checkpoint(tmp_path, make(2))
+    path = tmp_path / "000002.safetensors"
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        try:
+            facts, tensors = tensor_files.read_facts(path), tensor_files.read_tensors(path)
+        except tensor_files.DamagedFile:
+            continue
+        assert facts["round"] == 2 and facts["client_states"] == {"3": 2}
+        assert torch.equal(tensors["weights"], make(2).state["weights"])
+
+
+def test_without_a_whole_checkpoint_the_run_starts_again(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path, make(1))
-    path = tmp_path / "000001.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"round": 9}))
-    assert checkpoint.load_checkpoint(tmp_path, "abc")[0] is None
+    (tmp_path / "000001.safetensors").write_bytes(b"")
+    loaded, warnings = checkpoint.load_checkpoint(tmp_path, "abc")
+    assert loaded is None and "starts again from round 1" in warnings[0]
+
+
+def test_damaged_client_state_makes_its_checkpoints_unusable(tmp_path: Path) -> None:
+    for round in (1, 2):
+        checkpoint.save_checkpoint(tmp_path, make(round))
+    asked: list[tuple[int, int]] = []
+
+    def find_damaged_state(client: int, round: int) -> str | None:
+        asked.append((client, round))
+        return "client_state/3 is missing." if round == 2 else None
+
+    loaded, warnings = checkpoint.load_checkpoint(tmp_path, "abc", find_damaged_state)
+    assert loaded is not None and loaded.round == 1
+    assert "000002.safetensors cannot be used: client_state/3 is missing." in warnings[0]
+    assert asked == [(3, 2), (3, 1)]
 
 
 def test_checkpoint_of_another_experiment_is_refused(tmp_path: Path) -> None:
@@ -79,7 +107,7 @@ def test_check_fingerprint_reads_no_tensors(tmp_path: Path) -> None:
     checkpoint.check_fingerprint(tmp_path, "abc")
     with pytest.raises(CheckpointError, match="another experiment"):
         checkpoint.check_fingerprint(tmp_path, "xyz")
-    (tmp_path / "000002.json").write_text("{")  # damaged: whose it is cannot be told
+    (tmp_path / "000002.safetensors").write_text("{")  # damaged: whose it is cannot be told
     checkpoint.check_fingerprint(tmp_path, "abc")
 
 
@@ -105,11 +133,10 @@ def test_rounds_of_client_states_are_loaded(tmp_path: Path) -> None:
 def test_damaged_checkpoint_may_refer_to_any_client_state(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path, make(1))
     checkpoint.save_checkpoint(tmp_path, make(2))
-    (tmp_path / "000002.json").write_text("{}")
+    (tmp_path / "000002.safetensors").write_text("{}")
     assert checkpoint.referenced_client_states(tmp_path) is None
     checkpoint.load_checkpoint(tmp_path, "abc")
-    assert (tmp_path / "000002.json.damaged").read_text() == "{}"
-    assert (tmp_path / "000002.safetensors.damaged").exists()
+    assert (tmp_path / "000002.safetensors.damaged-1").read_text() == "{}"
     assert checkpoint.referenced_client_states(tmp_path) is None
     checkpoint.save_checkpoint(tmp_path, make(3))
-    assert (tmp_path / "000002.json.damaged").exists()
+    assert (tmp_path / "000002.safetensors.damaged-1").exists()

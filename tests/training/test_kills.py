@@ -85,7 +85,7 @@ def test_resume_after_kills_at_random_moments(tmp_path: Path) -> None:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 kills += 1
-                rounds_at_kill.add(len(list((out / "checkpoint").glob("*.json"))))
+                rounds_at_kill.add(len(list((out / "checkpoint").glob("*.safetensors"))))
             except (ProcessLookupError, ChildProcessError):
                 pass  # it had finished
             if kills >= 24:
@@ -136,7 +136,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_continue(tmp_path: Path, how: sign
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     until = time.monotonic() + 60
-    while not list((out / "checkpoint").glob("*.json")) and time.monotonic() < until:
+    while not list((out / "checkpoint").glob("*.safetensors")) and time.monotonic() < until:
         time.sleep(0.05)
     os.killpg(process.pid, how)  # as a terminal does: to the workers too
     _, said = process.communicate(timeout=30)

@@ -90,16 +90,49 @@ def test_nothing_unreadable_is_deleted(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         run(small(**TWELVE), out, callback=StopIn(3))
-    newest = out / "checkpoint" / "000002.json"
-    newest.write_text(newest.read_text().replace('"round": 2', '"round": 7', 1))
+    newest = out / "checkpoint" / "000002.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
     before = {path.name for path in (out / "checkpoint" / "client_state").iterdir()}
     hear = Hear()
     result = resume(out, callback=hear)
-    assert "000002.json is damaged" in hear.warnings[0]
-    assert (out / "checkpoint" / "000002.json.damaged").exists()
-    assert (out / "checkpoint" / "000002.safetensors.damaged").exists()
+    assert "000002.safetensors is damaged" in hear.warnings[0]
+    assert (out / "checkpoint" / "000002.safetensors.damaged-1").exists()
     assert before <= {path.name for path in (out / "checkpoint" / "client_state").iterdir()}
     assert same(result.weights, run(small(**TWELVE)).weights)
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "missing"])
+def test_damaged_client_state_is_named_and_the_older_checkpoint_used(tmp_path: Path, damage: str) -> None:
+    out, longer = tmp_path / "run", TWELVE | {"training__rounds": 4}
+    with pytest.raises(KeyboardInterrupt):
+        run(small(**longer), out, callback=StopIn(4))
+    state = out / "checkpoint" / "client_state" / "000007.000003.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-5] ^= 16
+    state.unlink() if damage == "missing" else state.write_bytes(content)
+    hear = Hear()
+    result = resume(out, callback=hear)
+    assert len(hear.warnings) == 1
+    assert "Checkpoint 000003.safetensors cannot be used" in hear.warnings[0]
+    assert f"{state} is {'missing' if damage == 'missing' else 'damaged'}" in hear.warnings[0]
+    assert "The run continues after round 2" in hear.warnings[0]
+    assert (out / "checkpoint" / "000003.safetensors.damaged-1").exists()
+    assert state.with_name(f"{state.name}.damaged-1").exists() == (damage != "missing")
+    assert same(result.weights, run(small(**longer)).weights)
+
+
+def test_client_state_damaged_while_a_run_goes_on_stops_it_with_the_name(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    state = out / "checkpoint" / "client_state" / "000004.000002.safetensors"
+
+    class Damage(Callback):
+        def on_round_end(self, row: dict[str, Any]) -> None:
+            if row["round"] == 2:
+                state.write_bytes(state.read_bytes()[:-1])
+
+    with pytest.raises(DataError, match=r"000004\.000002\.safetensors is damaged"):
+        run(small(**TWELVE), out, callback=Damage())
+    assert same(resume(out, callback=Hear()).weights, run(small(**TWELVE)).weights)
 
 
 def test_hundred_rounds_without_divergence_are_accepted(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_checkpoints_every_few_rounds(tmp_path: Path) -> None:
     experiment = small(training__rounds=5, engine__checkpoint_every=2, engine__evaluate_every=2)
     with pytest.raises(KeyboardInterrupt):
         run(experiment, tmp_path / "run", callback=StopIn(4, 1))
-    assert [p.name for p in (tmp_path / "run" / "checkpoint").glob("*.json")] == ["000002.json"]
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").glob("*.safetensors")] == ["000002.safetensors"]
     result = resume(tmp_path / "run")
     assert ["macro_auc" in row for row in result.rows] == [False, True, False, True, True]
     expected = run(experiment.changed({"engine.checkpoint_every": 1}))
@@ -103,7 +103,7 @@ def test_resume_skips_a_damaged_checkpoint(tmp_path: Path) -> None:
 
     result = resume(tmp_path / "run", callback=Hear())
     assert len(warnings) == 1
-    assert "000002.json is damaged" in warnings[0]
+    assert "000002.safetensors is damaged" in warnings[0]
     assert all(torch.equal(result.weights[name], value) for name, value in expected.weights.items())
 
 

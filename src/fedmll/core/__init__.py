@@ -4,6 +4,7 @@
 - `text` — text from other machines, made safe to print; suggestions for misspelt names; yes/no questions
 - `files` — atomic writes, file locks, full disks
 - `message` — `Message`: named tensors and named numbers; `DiskBuffer`: messages that are read twice
+- `tensor_files` — safetensors files with checksums
 - `registry` — names of methods, losses, data sources, … and plug-ins
 - `seeding` — random generators derived from (seed, purpose, …)
 - `small_groups` — which counts and sums may leave a client

@@ -1,4 +1,4 @@
-"""Atomic writes, file locks and full disks: a file is either the old one or the new one, never half of each."""
+"""Atomic writes, file locks, full disks, damaged files: a file is the old one or the new one, never half of each."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ def is_leftover(path: Path) -> bool:
 def write_atomic(path: Path, content: bytes | str) -> None:
     with atomic_replace(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def move_damaged_file(path: Path) -> Path:
+    """Rename a damaged file to NAME.damaged-N with the first free number; return the new path."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
 
 
 class FileLocked(FedmllError):

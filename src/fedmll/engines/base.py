@@ -24,6 +24,9 @@ class ClientStates(Protocol):
     def sync(self) -> None:
         """When this returns, everything that was written is on the disk."""
 
+    def set_aside_if_damaged(self, client: int, round: int) -> str | None:
+        """Why the state of a client cannot be used, if its file is damaged (it is renamed); None if it can be used."""
+
     def keep_only(self, versions: StateVersions | None) -> None:
         """Delete all other versions. None: keep all."""
 

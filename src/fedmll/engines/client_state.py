@@ -1,4 +1,4 @@
-"""Client states (tags, control variates, …) on disk: one file per client and round. After a crash every client
+"""Client states (tags, control variates, …) on disk: one tensor file per client and round. After a crash every client
 continues from its state at the last checkpoint."""
 
 from __future__ import annotations
@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
-
 from fedmll.core import files
 from fedmll.core.message import Tensors
+from fedmll.core.tensor_files import DamagedFile, read_tensors, write_tensors
 
 KEPT = 2  # checkpoints
 StateVersions = set[tuple[int, int]]  # pairs of client and round
@@ -30,13 +29,27 @@ class ClientStateStore:
         return self.folder / _name(client, round)
 
     def read(self, path: Path | None) -> Tensors:
-        return {} if path is None else load_file(path)
+        """The state in a file; DamagedFile if it is not what was written. None: the client has no state yet."""
+        return {} if path is None else read_tensors(path)
 
     def write(self, path: Path, state: Tensors, *, durable: bool = True) -> None:
         """`durable = False`: the file is on the disk only after the next `sync`, which waits once for all files."""
         if state:
-            with files.atomic_replace(path, durable=durable) as temporary:
-                save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
+            write_tensors(path, state, durable=durable)
+
+    def set_aside_if_damaged(self, client: int, round: int) -> str | None:
+        """Check a state that a checkpoint refers to. A damaged one is renamed.
+
+        Returns:
+            Why the state cannot be used; None if it can.
+        """
+        path = self.path(client, round)
+        try:
+            read_tensors(path)
+        except DamagedFile as error:
+            renamed = f" It was renamed to {files.move_damaged_file(path).name}." if path.exists() else ""
+            return f"{error}{renamed}"
+        return None
 
     def written(self, client: int, round: int) -> None:
         """Note that a worker has written the state of a client."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedmll.core.errors import ConfigError, ReplyRejected
 from fedmll.core.message import Message, Tensors
+from fedmll.core.tensor_files import DamagedFile
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, no_progress
@@ -204,7 +205,10 @@ class LocalEngine:
         """`before` are the rounds of the clients' states; None: the client has none yet."""
         store, versions = self.client_states, list(zip(indices, before, strict=True))
         clients = [self.trainer.client_in_round(self.federation, self.clients[index], number) for index in indices]
-        states = [{} if round is None else store.read(store.path(index, round)) for index, round in versions]
+        try:
+            states = [{} if round is None else store.read(store.path(index, round)) for index, round in versions]
+        except DamagedFile as error:
+            raise DamagedFile(f"{error} Continue with `fedmll resume`, which uses the checkpoint before.") from None
         replies = self.trainer.train_clients(clients, messages, states)
         for index, state, reply in zip(indices, states, replies, strict=True):
             if state:

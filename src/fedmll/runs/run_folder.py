@@ -31,13 +31,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from fedmll.config.experiment import Experiment
 from fedmll.core import files, registry
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.message import Tensors
+from fedmll.core.tensor_files import read_tensors, write_tensors
 from fedmll.data.federation import Federation
 from fedmll.data.fingerprint import Fingerprint, describe_changes
 from fedmll.runs.array_files import (
@@ -259,16 +258,15 @@ class RunFolder:
 
     def write_records(self, round: int, tensors: Tensors) -> None:
         """Tensors that the parts of the method record in a round."""
-        with files.atomic_replace(self.path / RECORDS_FOLDER / f"{round:06d}.safetensors") as temporary:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+        write_tensors(self.path / RECORDS_FOLDER / f"{round:06d}.safetensors", tensors)
 
     def read_records(self, *names: str, last: bool = False) -> dict[int, Tensors]:
         """Recorded tensors by round, in order: the rounds that have all of these names; with `last` the last one."""
         records = dict[int, Tensors]()
         for path in sorted((self.path / RECORDS_FOLDER).glob("*.safetensors"), reverse=True):
-            with safe_open(path, "pt") as opened:
-                if set(names) <= set(opened.keys()):
-                    records[int(path.stem)] = {name: opened.get_tensor(name) for name in names}
+            tensors = read_tensors(path)
+            if set(names) <= tensors.keys():
+                records[int(path.stem)] = {name: tensors[name] for name in names}
             if last and records:
                 break
         return dict(reversed(records.items()))

@@ -1,27 +1,26 @@
-"""Checkpoints: the server's state as a safetensors file, and a JSON file that makes it valid.
+"""Checkpoints: the server's state in one tensor file per checkpoint, which notices damage (`core.tensor_files`).
 
-The JSON file is written last. It holds the checksum of the tensor file and a checksum of itself; without both there is
-no checkpoint. The last two checkpoints are kept. A damaged one is renamed to `.damaged` with a warning, and the one
-before it is used. Nothing that cannot be read is deleted, nor any client state that it may refer to.
+A checkpoint is whole if its file and every client state that it refers to are. The last two checkpoints are kept. A
+damaged one is renamed with a warning, and the one before it is used. Nothing that cannot be read is deleted, nor any
+client state that it may refer to.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-from safetensors.torch import load_file, save_file
 
 from fedmll.core import files
 from fedmll.core.errors import CheckpointError
 from fedmll.core.message import Tensors
+from fedmll.core.tensor_files import DamagedFile, read_facts, read_tensors, write_tensors
 from fedmll.engines.client_state import KEPT, StateVersions
 
-FORMAT_VERSION = 4  # 4: client states
-DAMAGED_SUFFIX = ".damaged"
+FORMAT_VERSION = 5  # 5: one file
+CHECKPOINT_FILES = "[0-9]*.safetensors"
 
 
 @dataclass(kw_only=True)
@@ -34,58 +33,69 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    stem = f"{checkpoint.round:06d}"
-    tensors = folder / f"{stem}.safetensors"
-    with files.atomic_replace(tensors) as temporary:
-        save_file({name: t.contiguous() for name, t in checkpoint.state.items()}, temporary)
-    facts: dict[str, Any] = {
+    facts = {
         "version": FORMAT_VERSION,
         "round": checkpoint.round,
         "fingerprint": checkpoint.fingerprint,
         "best": checkpoint.best,
-        "client_states": {str(client): round for client, round in checkpoint.client_states.items()},
-        "sha256": files.checksum(tensors),
+        "client_states": checkpoint.client_states,
     }
-    files.write_atomic(folder / f"{stem}.json", json.dumps(facts | {"self": _digest(facts)}))
-    for path in sorted(folder.glob("*.json"))[:-KEPT]:
-        path.unlink()  # first: the tensors alone are not a checkpoint
-        path.with_suffix(".safetensors").unlink(missing_ok=True)
+    write_tensors(folder / f"{checkpoint.round:06d}.safetensors", checkpoint.state, facts)
+    for path in sorted(folder.glob(CHECKPOINT_FILES))[:-KEPT]:
+        path.unlink()
 
 
-def load_checkpoint(folder: Path, fingerprint: str) -> tuple[Checkpoint | None, list[str]]:
-    """Load the newest valid checkpoint of an experiment.
+def load_checkpoint(
+    folder: Path, fingerprint: str, find_damaged_state: Callable[[int, int], str | None] = lambda client, round: None
+) -> tuple[Checkpoint | None, list[str]]:
+    """Load the newest whole checkpoint of an experiment.
+
+    Args:
+        folder: the folder of the checkpoints.
+        fingerprint: of the experiment.
+        find_damaged_state: (client, round) → why this client state cannot be used, or None.
 
     Returns:
         The checkpoint, or None if there is none; and one warning for each damaged checkpoint.
     """
     warnings: list[str] = []
-    for path in sorted(folder.glob("*.json"), reverse=True):
-        facts = _read_facts(path)
-        if facts is None or not _tensors_match(path, facts):
-            _rename_damaged(path)
-            warnings.append(
-                f"Checkpoint {path.name} is damaged (its checksum does not match); the one before it is used. It was "
-                f"renamed to {path.name}{DAMAGED_SUFFIX}, and no client state is deleted while that file exists."
+    find_damaged_state = cache(find_damaged_state)  # both checkpoints may refer to the same state
+    checkpoint = None
+    for path in sorted(folder.glob(CHECKPOINT_FILES), reverse=True):
+        try:
+            facts = read_facts(path)
+            _check_belongs_to(path, facts, fingerprint)
+            states = {int(client): round for client, round in facts["client_states"].items()}
+            for client, round in states.items():
+                if damage := find_damaged_state(client, round):
+                    raise DamagedFile(damage)
+            checkpoint = Checkpoint(
+                round=facts["round"],
+                state=read_tensors(path),
+                fingerprint=fingerprint,
+                best=facts["best"],
+                client_states=states,
             )
-            continue
-        _check_belongs_to(path, facts, fingerprint)
-        checkpoint = Checkpoint(
-            round=facts["round"],
-            state=load_file(path.with_suffix(".safetensors")),
-            fingerprint=fingerprint,
-            best=facts["best"],
-            client_states={int(client): round for client, round in facts["client_states"].items()},
-        )
-        return checkpoint, warnings
-    return None, warnings
+            break
+        except DamagedFile as error:
+            renamed = files.move_damaged_file(path).name
+            warnings.append(
+                f"Checkpoint {path.name} cannot be used: {error} It was renamed to {renamed}, and no client state is "
+                "deleted while that file exists."
+            )
+    if warnings:
+        start = "starts again from round 1" if checkpoint is None else f"continues after round {checkpoint.round}"
+        warnings[-1] += f" The run {start}; its result is the same."
+    return checkpoint, warnings
 
 
 def check_fingerprint(folder: Path, fingerprint: str) -> None:
     """Raise CheckpointError if the folder has checkpoints of another experiment. No tensors are read."""
-    for path in folder.glob("*.json"):
-        facts = _read_facts(path)
-        if facts is not None:
-            _check_belongs_to(path, facts, fingerprint)
+    for path in folder.glob(CHECKPOINT_FILES):
+        try:
+            _check_belongs_to(path, read_facts(path), fingerprint)
+        except DamagedFile:
+            continue  # `load_checkpoint` warns
 
 
 def _check_belongs_to(path: Path, facts: dict[str, Any], fingerprint: str) -> None:
@@ -104,38 +114,12 @@ def _check_belongs_to(path: Path, facts: dict[str, Any], fingerprint: str) -> No
 
 def referenced_client_states(folder: Path) -> StateVersions | None:
     """(client, round) of every client state that a checkpoint refers to; None if a damaged one may refer to any."""
-    if any(folder.glob(f"*{DAMAGED_SUFFIX}")):
+    if any(folder.glob("*.damaged-*")):
         return None
     versions = StateVersions()
-    for path in folder.glob("*.json"):
-        facts = _read_facts(path)
-        if facts is None:
+    for path in folder.glob(CHECKPOINT_FILES):
+        try:
+            versions |= {(int(client), round) for client, round in read_facts(path)["client_states"].items()}
+        except DamagedFile:
             return None
-        versions |= {(int(client), round) for client, round in facts["client_states"].items()}
     return versions
-
-
-def _digest(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _read_facts(path: Path) -> dict[str, Any] | None:
-    """The content of a checkpoint's JSON file; None if its checksum does not match."""
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text())
-        return facts if facts.pop("self") == _digest(facts) else None
-    except (OSError, ValueError, KeyError, AttributeError):
-        return None
-
-
-def _tensors_match(path: Path, facts: dict[str, Any]) -> bool:
-    try:
-        return files.checksum(path.with_suffix(".safetensors")) == facts["sha256"]
-    except OSError:
-        return False
-
-
-def _rename_damaged(path: Path) -> None:
-    for damaged in (path, path.with_suffix(".safetensors")):
-        if damaged.exists():
-            damaged.rename(damaged.with_name(damaged.name + DAMAGED_SUFFIX))

@@ -183,7 +183,11 @@ class _TrainingLoop:
 
     def _load_state(self) -> tuple[Tensors, int]:
         """The state of the last checkpoint, or the initial one; and the next round."""
-        checkpoint, warnings = load_checkpoint(self.folder.checkpoint_folder, self.experiment.fingerprint())
+        checkpoint, warnings = load_checkpoint(
+            self.folder.checkpoint_folder,
+            self.experiment.fingerprint(),
+            self.engine.client_states.set_aside_if_damaged,
+        )
         for text in warnings:
             self.log.warning(text)
             self.callback.on_warning(text)

@@ -208,6 +208,9 @@ class SiteStates:
     def sync(self) -> None:
         """Nothing to do: a site writes its state to disk before it replies."""
 
+    def set_aside_if_damaged(self, client: int, round: int) -> str | None:
+        return None  # only the site can read its state, and it reports a damaged one
+
     def keep_only(self, versions: StateVersions | None) -> None:
         self.kept = versions
 

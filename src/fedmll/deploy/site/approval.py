@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fedmll.core import files
+from fedmll.core.files import move_damaged_file
 from fedmll.core.text import Confirm, confirm_at_terminal, printable
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.deploy.security.audit_log import AuditLog
 from fedmll.deploy.site.memory_estimate import GIGABYTE
-from fedmll.deploy.site.site_folder import move_damaged_file
 from fedmll.methods import build_method
 from fedmll.methods.base import Part, overrides
 from fedmll.methods.task import Task

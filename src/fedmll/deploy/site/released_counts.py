@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fedmll.core import files
+from fedmll.core.files import move_damaged_file
 from fedmll.deploy import label_counts
 from fedmll.deploy.label_counts import LabelCounts
 from fedmll.deploy.security.audit_log import AuditLog
-from fedmll.deploy.site.site_folder import move_damaged_file
 
 FILE = "released_counts.json"
 MAX_ENTRIES = 100  # the latest ones are kept

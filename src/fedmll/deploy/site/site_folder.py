@@ -90,15 +90,6 @@ def limit_runs(state_dir: Path, run: str) -> None:
         )
 
 
-def move_damaged_file(path: Path) -> Path:
-    """Rename a damaged file to NAME.damaged-N with the first free number; return the new path."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    path.rename(aside)
-    return aside
-
-
 def clear_cache(state_dir: Path) -> None:
     """Delete the prepared images: they may show patients."""
     shutil.rmtree(state_dir / CACHE, ignore_errors=True)

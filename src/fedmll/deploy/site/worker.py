@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import Tensor
 
 from fedmll.config.experiment import Experiment
-from fedmll.core import small_groups
+from fedmll.core import files, small_groups
 from fedmll.core.message import Message, Tensors
 from fedmll.core.small_groups import MIN_GROUP_SIZE
+from fedmll.core.tensor_files import DamagedFile
 from fedmll.core.text import confirm_always, confirm_at_terminal
 from fedmll.data.dataset import UNKNOWN, Dataset
 from fedmll.data.fingerprint import compute_digest
@@ -202,12 +202,12 @@ class SiteWorker:
     def _read_client_state(self, path: Path | None) -> Tensors:
         try:
             return self.client_state.read(path)
-        except (SafetensorError, OSError) as error:
+        except DamagedFile as error:
             assert path is not None
-            renamed = site_folder.move_damaged_file(path).name
+            renamed = files.move_damaged_file(path).name
             raise SiteError(
                 SiteErrorCode.STATE,
-                f"The client state {path} cannot be read ({error}). It was renamed to {renamed}; nothing was deleted. "
+                f"The client state cannot be read: {error} It was renamed to {renamed}; nothing was deleted. "
                 f"If you have a copy, restore it as {path.name} and take part again from the next round. Otherwise the "
                 "server's operator must start a new run.",
             ) from None
