@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import small
+from numpy.typing import NDArray
 from PIL import Image
 
 from fedmll import load_run, run
@@ -51,6 +55,7 @@ def test_predict_a_folder_of_images(fedmll, trained: Path, images: Path, tmp_pat
     assert code == 0, error
     assert "images/below/c.png" in out and "all probabilities written to p.csv" in out
     assert "warning: 1 of 4 images cannot be read: images/broken.jpg (not an image format that Pillow reads)." in error
+    assert "warning: 1 other files of the folders were left out (.txt)." in error
     saved = load_run(trained)
     kept, tuned = saved.predictions().probabilities[:3], saved.model.tuned_thresholds
     with (tmp_path / "p.csv").open(newline="") as file:
@@ -62,6 +67,59 @@ def test_predict_a_folder_of_images(fedmll, trained: Path, images: Path, tmp_pat
         above = [saved.classes[label] for label in np.argsort(-wanted, kind="stable") if wanted[label] > tuned[label]]
         assert row["predicted"] == "|".join(above) and row["unreadable"] == ""
     assert rows["images/broken.jpg"]["zero"] == "" and rows["images/broken.jpg"]["unreadable"]
+
+
+def write_dicom(file: Path, values: NDArray[np.uint16]) -> None:
+    pydicom = pytest.importorskip("pydicom", reason="pydicom is not installed (fedmll[dicom])")
+    meta = pydicom.dataset.FileMetaDataset()
+    meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = pydicom.uid.CTImageStorage, "1.2.3"
+    scan = pydicom.dataset.Dataset()
+    scan.file_meta, scan.SOPClassUID, scan.SOPInstanceUID = meta, meta.MediaStorageSOPClassUID, "1.2.3"
+    scan.Rows, scan.Columns = values.shape
+    scan.BitsAllocated, scan.BitsStored, scan.HighBit, scan.SamplesPerPixel, scan.PixelRepresentation = 16, 12, 11, 1, 0
+    scan.PhotometricInterpretation, scan.PixelData = "MONOCHROME2", values.tobytes()
+    scan.save_as(file, enforce_file_format=True)
+
+
+def test_dicom_files_of_a_folder_are_predicted(fedmll, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    generator = np.random.default_rng(0)
+    lines = ["image,red,blue"]
+    (tmp_path / "scans").mkdir()
+    for place in range(24):
+        write_dicom(tmp_path / "scans" / f"{place:02}.dcm", generator.integers(0, 4096, (8, 8), dtype=np.uint16))
+        lines.append(f"scans/{place:02}.dcm,{place % 2},{place // 2 % 2}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
+    settings = {"data__limit": None, "data__window": (0, 4095), "partition__clients": 2, "training__rounds": 1}
+    run(small(data__name=f"folder:{tmp_path / 'labels.csv'}", training__batch_size=4, **settings), tmp_path / "run")
+    (tmp_path / "scans" / "README").write_text("no image")
+    code, out, error = fedmll("predict", "run", "scans", "--out", "p.csv")
+    assert code == 0, error
+    assert "scans/00.dcm" in out and "and 4 more" in out
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == 25
+    assert "warning: 1 other files of the folders were left out (no ending)." in error
+
+
+def test_named_pipe_does_not_stop_predict(trained: Path, images: Path) -> None:
+    """In a process of its own: before, it waited for ever."""
+    os.mkfifo(images / "pipe.png")
+    command = [sys.executable, "-m", "fedmll", "predict", str(trained), str(images / "pipe.png"), str(images / "a.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 images cannot be read" in done.stderr and "(not a file)" in done.stderr
+
+
+@pytest.mark.parametrize("ending", ["csv", "json", "parquet"])
+def test_file_name_that_is_not_utf_8_is_predicted(trained: Path, images: Path, tmp_path: Path, ending: str) -> None:
+    """In a process of its own, whose output is strict UTF-8, as a terminal's."""
+    if ending == "parquet":
+        pytest.importorskip("pyarrow")
+    shutil.copy(images / "a.png", os.fsencode(images) + b"/caf\xe9.png")
+    command = [sys.executable, "-m", "fedmll", "predict", str(trained), str(images), "--out", f"p.{ending}"]
+    done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=os.environ | {"PYTHONUTF8": "1"})
+    assert done.returncode == 0, done.stderr
+    assert rb"caf\xe9.png" in done.stdout
+    assert rb"caf\xe9.png" in (tmp_path / f"p.{ending}").read_bytes().replace(b"\\\\", b"\\")
 
 
 def test_predict_other_output_files_and_known_labels(fedmll, trained: Path, images: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

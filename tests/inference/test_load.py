@@ -259,7 +259,7 @@ def test_images_are_predicted_in_order_and_unreadable_ones_have_a_reason(picture
     (pictures / "11.png").write_bytes((pictures / "12.png").read_bytes()[:60])
     (pictures / "13.png").write_text("no image")
     Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(pictures / "14.png")
-    paths = [*find_images([pictures]), pictures / "missing.png"]
+    paths = [*find_images([pictures])[0], pictures / "missing.png"]
     assert [path.name for path in paths[:3]] == ["00.png", "01.png", "02.png"] and len(paths) == 41
     batches = list(decode_batches(paths, (3, 8, 8), None, 7))
     assert [len(batch) for batch in batches] == [7] * 5 + [6]

@@ -54,12 +54,12 @@ def predict(
 
     Examples:  [bold]fedmll predict runs/first scan.png[/]  ·  [bold]fedmll predict runs/first IMAGES --out p.csv[/]
     """
-    from fedmll.inference.image_predictions import find_images, open_prediction_writer
+    from fedmll.inference.image_predictions import display_path, find_images, open_prediction_writer
 
     _, used = load_model_of(model, plugins)
     known_labels = parse_known(known)
     thresholds = parse_thresholds(threshold, used)
-    paths = find_images(images)
+    paths, others = find_images(images)
     rows: list[tuple[str, ...]] = []
     unreadable: list[str] = []
     with ExitStack() as stack:
@@ -68,9 +68,9 @@ def predict(
         for prediction in used.stream(paths, known_labels or None):
             chosen = predicted_classes(prediction, thresholds, top)
             if prediction.probabilities is None:
-                unreadable.append(f"{prediction.path} ({prediction.reason})")
+                unreadable.append(f"{display_path(prediction.path)} ({prediction.reason})")
             elif len(rows) < MAX_ROWS:
-                rows.append((str(prediction.path), format_prediction(prediction, chosen, used)))
+                rows.append((display_path(prediction.path), format_prediction(prediction, chosen, used)))
             if write is not None:
                 write(prediction, [used.classes[label] for label in chosen])
             advance()
@@ -79,6 +79,9 @@ def predict(
     print_predictions(rows, len(paths) - len(unreadable), out)
     if unreadable:
         warn(unreadable_text(unreadable, len(paths)))
+    if others:
+        endings = sorted({display_path(Path(path.suffix)) if path.suffix else "no ending" for path in others})
+        warn(f"{len(others)} other files of the folders were left out ({', '.join(endings[:5])}).")
 
 
 def load_model_of(path: Path, plugins: list[Path] | None) -> tuple[SavedRun | SavedModel, SavedModel]:

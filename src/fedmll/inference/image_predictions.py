@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ from PIL import Image
 from fedmll.core import files
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.images.decode import Window, decode_image
-from fedmll.data.images.formats import WIDE_MODES, open_image
+from fedmll.data.images.formats import DICOM_ENDINGS, WIDE_MODES, open_image
 
 Pixels = NDArray[np.uint8]
 
@@ -71,6 +72,8 @@ def decode_batches(
 def read_pixels(path: Path, shape: tuple[int, int, int], window: Window | None) -> Pixels | str:
     """The same pixels as in training, or the reason why there are none."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a named pipe would wait for somebody who writes into it
+            return "not a file"
         if window is None:
             with open_image(path) as image:
                 if image.mode.startswith("I;16") or image.mode in WIDE_MODES:
@@ -84,19 +87,29 @@ def read_pixels(path: Path, shape: tuple[int, int, int], window: Window | None) 
         return str(error) or type(error).__name__
 
 
-def find_images(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are; for each folder all images in it and below it, sorted."""
-    suffixes = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+def find_images(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """The images: files as they are, and for each folder all images in it and below it, sorted; and the other files of
+    these folders, whose names do not end like those of images."""
+    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    endings |= set(DICOM_ENDINGS)
     images: list[Path] = []
+    others: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
-            if not inside:
-                raise DataError(f"The folder {path} holds no images.")
-            images += inside
+            inside = sorted(file for file in path.rglob("*") if file.is_file())
+            found = [file for file in inside if file.suffix.lower() in endings]
+            if not found:
+                raise DataError(f"The folder {display_path(path)} holds no images.")
+            images += found
+            others += [file for file in inside if file.suffix.lower() not in endings]
         else:
             images.append(path)
-    return images
+    return images, others
+
+
+def display_path(path: Path) -> str:
+    """A path as text. Bytes that are not UTF-8 are shown as \\xff: they cannot be printed or written to a table."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 # ---- tables of predictions
@@ -127,6 +140,10 @@ def _values(prediction: ImagePrediction, classes: Sequence[str]) -> list[float |
     return [round(float(value), 6) for value in prediction.probabilities]
 
 
+def _row(prediction: ImagePrediction, predicted: list[str], classes: Sequence[str]) -> list[Any]:
+    return [display_path(prediction.path), "|".join(predicted), prediction.reason, *_values(prediction, classes)]
+
+
 @contextmanager
 def _csv_writer(file: Path, header: Sequence[str], classes: Sequence[str]) -> Iterator[WritePrediction]:
     with file.open("w", newline="") as opened:
@@ -134,7 +151,7 @@ def _csv_writer(file: Path, header: Sequence[str], classes: Sequence[str]) -> It
         lines.writerow([*header, *classes])
 
         def write(prediction: ImagePrediction, predicted: list[str]) -> None:
-            lines.writerow([prediction.path, "|".join(predicted), prediction.reason, *_values(prediction, classes)])
+            lines.writerow(_row(prediction, predicted, classes))
 
         yield write
 
@@ -147,7 +164,7 @@ def _json_writer(file: Path, header: Sequence[str], classes: Sequence[str]) -> I
 
         def write(prediction: ImagePrediction, predicted: list[str]) -> None:
             nonlocal start
-            row: dict[str, Any] = {image_key: str(prediction.path)}
+            row: dict[str, Any] = {image_key: display_path(prediction.path)}
             if prediction.probabilities is None:
                 row[reason_key] = prediction.reason
             else:
@@ -172,7 +189,7 @@ def _parquet_writer(file: Path, header: Sequence[str], classes: Sequence[str]) -
     schema = pyarrow.schema(
         [(name, pyarrow.string()) for name in header] + [(name, pyarrow.float32()) for name in classes]
     )
-    rows: list[tuple[Any, ...]] = []
+    rows: list[list[Any]] = []
 
     def flush(writer: Any) -> None:
         columns = [
@@ -184,7 +201,7 @@ def _parquet_writer(file: Path, header: Sequence[str], classes: Sequence[str]) -
     with pyarrow.parquet.ParquetWriter(str(file), schema) as writer:
 
         def write(prediction: ImagePrediction, predicted: list[str]) -> None:
-            rows.append((str(prediction.path), "|".join(predicted), prediction.reason, *_values(prediction, classes)))
+            rows.append(_row(prediction, predicted, classes))
             if len(rows) == ROW_GROUP:
                 flush(writer)
 

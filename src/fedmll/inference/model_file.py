@@ -34,7 +34,7 @@ from fedmll.core.versions import fedmll_version
 from fedmll.data.dataset import Dataset
 from fedmll.engines.trainer import Trainer
 from fedmll.evaluation.calibration import apply_calibration
-from fedmll.inference.image_predictions import ImagePrediction, decode_batches
+from fedmll.inference.image_predictions import ImagePrediction, decode_batches, display_path
 from fedmll.inference.model_metadata import (
     FORMAT_VERSION,
     PluginWarning,
@@ -242,7 +242,7 @@ class SavedModel:
         scores = np.zeros((len(paths), len(self.classes)), np.float32)
         for place, prediction in enumerate(self.stream(paths, known)):
             if prediction.probabilities is None:
-                raise DataError(f"The image {prediction.path} cannot be used: {prediction.reason}.")
+                raise DataError(f"The image {display_path(prediction.path)} cannot be used: {prediction.reason}.")
             scores[place] = prediction.probabilities
         return scores
 
