@@ -638,6 +638,17 @@ def test_exit_code_1_if_every_run_failed(compare: Callable[..., Said]) -> None:
     assert "1 of 1 runs failed" in said.out
 
 
+def test_centralized_is_not_ranked_in_the_latex_table(fake: FakeTraining, compare: Callable[..., Said]) -> None:
+    scores = {"centralized": 90.0, "fedavg": 60.0, "fedprox": 50.0}
+    fake.out, fake.score = Path("grid"), lambda e: scores[e.method.name]
+    methods = ["--methods", "centralized,fedavg,fedprox", "--metrics", "macro_auc"]
+    assert compare(*QUICK, *methods, "--seeds", "0,1").code == 0
+    text = Path("grid/table.tex").read_text()
+    assert r"centralized & 90.00 $\pm$ 0.00 &" in text
+    assert r"fedavg & \textbf{60.00 $\pm$ 0.00} &" in text and r"fedprox & \underline{50.00 $\pm$ 0.00} &" in text
+    assert "not ranked: centralized, which has all data in one place." in text.splitlines()[0]
+
+
 # ---- from Python ----------------------------------------------------------------------------------------------------
 
 

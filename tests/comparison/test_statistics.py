@@ -16,7 +16,7 @@ from conftest import small
 from fedmll.comparison.plan import Variant
 from fedmll.comparison.results import Comparison, ComparisonCell, ComparisonRow
 from fedmll.comparison.statistics import MarginTest, compute_margin_tests, notes_on_tests, table_of_tests
-from fedmll.comparison.tables import TABLE_FILES, escape_latex, latex_tables, write_tables
+from fedmll.comparison.tables import TABLE_FILES, RankableRow, escape_latex, latex_tables, rank_values, write_tables
 from fedmll.evaluation.bootstrap import draw_counts
 from fedmll.evaluation.metrics import evaluate
 from fedmll.evaluation.significance import wilcoxon
@@ -184,6 +184,18 @@ def test_latex_best_is_bold_and_second_underlined(tmp_path: Path) -> None:
     assert balanced(text) and all(line.endswith(r"\\") for line in lines.values())
     assert len({line.count(" & ") for line in lines.values()}) == 1
     assert text.count(r"\toprule") == text.count(r"\midrule") == text.count(r"\bottomrule") == 1
+
+
+def test_rank_values() -> None:
+    def ranks(metric: str, *means: float, seeds: Sequence[int] = (3, 3, 3, 3)) -> list[str]:
+        methods = ("fedavg", "fedprox", "centralized", "fedavg-pl")
+        rows = [RankableRow(method, count) for method, count in zip(methods, seeds, strict=True)]
+        return rank_values(metric, rows, means)
+
+    assert ranks("map", 1.0, 3.0, 9.0, 3.001) == ["second", "best", "", "best"]
+    assert ranks("hamming", 1.0, 3.0, 0.5, math.nan) == ["best", "second", "", ""]
+    assert ranks("map", 1.0, 3.0, 9.0, 2.0, seeds=(3, 2, 3, 3)) == ["second", "", "", "best"]
+    assert ranks("map", 1.0, 1.0, 9.0, 1.0) == ranks("s/round", 1.0, 2.0, 3.0, 4.0) == [""] * 4
 
 
 def test_all_tables_are_written_and_outdated_ones_removed(tmp_path: Path) -> None:

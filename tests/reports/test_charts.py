@@ -30,7 +30,7 @@ from fedmll.reports.charts import (
 )
 from fedmll.reports.curves import curve_columns, learning_curves
 from fedmll.reports.html_report import compare_settings, count_of, describe_study
-from fedmll.reports.result_table import rank_values, result_table
+from fedmll.reports.result_table import result_table
 from fedmll.runs.array_files import Predictions, read_client_labels, read_predictions
 
 __all__ = ["comparison"]
@@ -211,12 +211,6 @@ def test_the_result_table_has_means_standard_deviations_and_ranks(tmp_path: Path
     }
     assert figures["a"]["MB/round"].text == "2.00" and figures["a"]["s/round"].text == "1.00"
     assert "rows with fewer seeds than others, and centralized" in found.caption
-
-
-def test_ranks() -> None:
-    assert rank_values([1.0, 3.0, 3.0, 2.0]) == ["", "best", "best", "second"]
-    assert rank_values([1.0, 3.0, float("nan")], lowest_first=True) == ["best", "second", ""]
-    assert rank_values([1.0, 1.0]) == ["", ""]
 
 
 def test_a_single_seed_has_the_bootstrap_interval(comparison: Path) -> None:

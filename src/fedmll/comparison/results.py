@@ -81,6 +81,11 @@ class ComparisonRow:
             summary += f"; on features of an untrained {model.backbone}"
         return summary
 
+    @property
+    def finished(self) -> list[ComparisonCell]:
+        """The finished runs of the table."""
+        return [cell for cell in self.cells if cell.summary is not None]
+
     def values(self, metric: str) -> dict[int, float]:
         """The metric of each finished run, by seed."""
         return {cell.seed: metric_value(cell.summary, metric) for cell in self.cells if cell.summary is not None}

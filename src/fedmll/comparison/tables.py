@@ -1,4 +1,5 @@
-"""The tables of a comparison as files: table.md, table.csv, table.tex; tests.csv and tuning.md if there are any."""
+"""The tables of a comparison as files: table.md, table.csv, table.tex; tests.csv and tuning.md if there are any. Also
+the rule for which rows of a table are ranked."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,9 +103,8 @@ def _trial_table(row: ComparisonRow) -> TextTable:
 
 
 def latex_tables(comparison: Comparison, tables: Sequence[TextTable]) -> str:
-    """All tables. In the first one the best value of each metric is bold and the second underlined; rows that do not
-    have all seeds are not ranked."""
-    parts = ["% \\usepackage{booktabs}; of each metric the best is bold, the second underlined\n"]
+    """All tables. In the first one the ranks of the rows are marked."""
+    parts = [f"% \\usepackage{{booktabs}}. {ranking_note(_rankable(comparison))}\n"]
     for place, (header, rows) in enumerate(tables):
         ranks = _ranked_cells(comparison, header) if place == 0 else {}
         lines = [
@@ -139,18 +139,64 @@ def _tabular(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
+def _rankable(comparison: Comparison) -> list[RankableRow]:
+    return [RankableRow(row.runs[0].experiment.method.name, len(row.finished)) for row in comparison.rows]
+
+
 def _ranked_cells(comparison: Comparison, header: Sequence[str]) -> dict[tuple[str, str], str]:
-    """By row and column: the LaTeX command for the best and the second value. Values that look equal are equal."""
+    """By row and column: the LaTeX command for the best and the second value."""
     commands: dict[tuple[str, str], str] = {}
     for name in header:
-        if name not in comparison.metrics:
-            continue
-        means = {}
-        for row in comparison.rows:
-            values = list(row.values(name).values())
-            if len(values) == len(comparison.seeds) and not any(map(math.isnan, values)):
-                means[row.label] = float(f"{np.mean(values):.2f}")
-        order = sorted(set(means.values()), reverse=not lower_is_better(name))
-        for mean, command in zip(order, ("textbf", "underline"), strict=False):
-            commands |= {(label, name): command for label, value in means.items() if value == mean}
+        if name in comparison.metrics:
+            means = [float(np.mean(list(row.values(name).values()) or math.nan)) for row in comparison.rows]
+            ranks = rank_values(name, _rankable(comparison), means)
+            commands |= {
+                (row.label, name): {BEST: "textbf", SECOND: "underline"}[rank]
+                for row, rank in zip(comparison.rows, ranks, strict=True)
+                if rank
+            }
     return commands
+
+
+# ---- Ranking: the same rule in every table
+
+UPPER_BOUND = "centralized"  # trained on all data in one place: it is not a method that one could choose
+BEST, SECOND = "best", "second"
+
+
+class RankableRow(NamedTuple):
+    """What decides whether a row of a table is ranked."""
+
+    method: str
+    finished_seeds: int
+
+
+def is_ranked(rows: Sequence[RankableRow]) -> list[bool]:
+    """A row is ranked if no row has more finished seeds, and if it is not an upper bound."""
+    most = max((row.finished_seeds for row in rows), default=0)
+    return [row.finished_seeds == most > 0 and row.method != UPPER_BOUND for row in rows]
+
+
+def rank_values(metric: str, rows: Sequence[RankableRow], means: Sequence[float]) -> list[str]:
+    """BEST for the best mean of the ranked rows, SECOND for the next, else empty. Means that look equal in the table
+    are equal; undefined ones (NaN) have no rank. Without two different means, and for costs, there are no ranks."""
+    shown = [round(mean, 2) if ranked else math.nan for mean, ranked in zip(means, is_ranked(rows), strict=True)]
+    order = sorted({mean for mean in shown if math.isfinite(mean)}, reverse=not lower_is_better(metric))
+    if len(order) < 2 or metric in COSTS:
+        return [""] * len(rows)
+    return [{order[0]: BEST, order[1]: SECOND}.get(mean, "") for mean in shown]
+
+
+def ranking_note(rows: Sequence[RankableRow]) -> str:
+    """What bold and underlined mean, and which rows are not ranked; empty if there is nothing to rank."""
+    ranked = is_ranked(rows)
+    if sum(ranked) < 2:
+        return ""
+    others = [row for row, is_one in zip(rows, ranked, strict=True) if not is_one]
+    reasons = []
+    if any(row.method != UPPER_BOUND for row in others):
+        reasons.append("rows with fewer seeds than others")
+    if any(row.method == UPPER_BOUND for row in others):
+        reasons.append(f"{UPPER_BOUND}, which has all data in one place")
+    note = "The best value is bold, the second best is underlined"
+    return note + (f"; not ranked: {', and '.join(reasons)}." if reasons else ".")

@@ -20,6 +20,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns, read_compared_runs
+from fedmll.comparison.tables import UPPER_BOUND, is_ranked
 from fedmll.core import files
 from fedmll.core.errors import FedmllError
 from fedmll.core.versions import fedmll_version
@@ -38,7 +39,7 @@ from fedmll.reports.figures import (
     label_coverage,
     pseudo_labels,
 )
-from fedmll.reports.result_table import UPPER_BOUND, ResultTable, ranked_rows, result_table
+from fedmll.reports.result_table import ResultTable, rankable, result_table
 from fedmll.runs.formatting import mean_and_std, to_json
 from fedmll.runs.run_folder import RunState
 from fedmll.runs.run_overview import RunRecord
@@ -290,11 +291,11 @@ def _best_method(study: ComparedRuns) -> str:
     """The row with the highest mean of the first metric that there is, among the rows that compete."""
     for metric in BEST_METHOD_BY:
         found = [(row, row.values(metric)) for row in study.rows]
+        ranked = [pair for pair, is_one in zip(found, is_ranked(rankable(study)), strict=True) if is_one]
         found = [(row, values) for row, values in found if len(values)]
         if not found:
             continue
-        ranked = [pair for pair in found if pair[0] in ranked_rows(study)] or found
-        best, values = max(ranked, key=lambda pair: float(pair[1].mean()))
+        best, values = max([pair for pair in ranked if len(pair[1])] or found, key=lambda pair: float(pair[1].mean()))
         value = f"{mean_and_std(np.asarray(values))} %"
         where = " on the test data" if metric in METRICS else ""
         if len(found) == 1:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns
+from fedmll.comparison.tables import RankableRow, rank_values, ranking_note
 from fedmll.evaluation.bootstrap import bootstrap_intervals
 from fedmll.evaluation.metric_definitions import (
     COSTS,
@@ -17,13 +18,9 @@ from fedmll.evaluation.metric_definitions import (
     REPORT,
     in_table_order,
     label_of,
-    lower_is_better,
     metrics_in,
 )
 from fedmll.runs.run_overview import RunRecord
-
-UPPER_BOUND = "centralized"  # trained on all data in one place: it is not a method that one could choose
-BEST, SECOND = "best", "second"
 
 Interval = tuple[float, float]
 
@@ -34,7 +31,7 @@ class ResultCell:
     text: str
     spread: str = ""  # ± standard deviation, or the interval
     tooltip: str = ""  # the value of each seed
-    rank: str = ""  # BEST, SECOND or empty
+    rank: str = ""  # tables.BEST, tables.SECOND or empty
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def result_table(study: ComparedRuns, intervals: bool = True) -> ResultTable | N
     found = {id(row): _intervals(row.first) for row in study.rows if intervals and single and row.finished}
     columns = [_column(study, name, found) for name in metrics]
     visible = metrics_in(REPORT)
-    caption = _ranking_note(study)
+    caption = f"{ranking_note(rankable(study))} ".lstrip()
     if not single:
         caption += "Percent; mean ± standard deviation over the finished seeds."
     elif any(found.values()):
@@ -93,24 +90,8 @@ def result_table(study: ComparedRuns, intervals: bool = True) -> ResultTable | N
     )
 
 
-def ranked_rows(study: ComparedRuns) -> list[ComparedRow]:
-    """The rows that compete: none of their seeds is missing, and they are not an upper bound."""
-    most = max((len(row.finished) for row in study.rows), default=0)
-    return [row for row in study.rows if len(row.finished) == most and row.first.method != UPPER_BOUND]
-
-
-def _ranking_note(study: ComparedRuns) -> str:
-    ranked = ranked_rows(study)
-    if len(ranked) < 2:
-        return ""
-    others = [row for row in study.rows if row not in ranked]
-    reasons = []
-    if any(row.first.method != UPPER_BOUND for row in others):
-        reasons.append("rows with fewer seeds than others")
-    if any(row.first.method == UPPER_BOUND for row in others):
-        reasons.append(f"{UPPER_BOUND}, which has all data in one place")
-    note = "The best value is bold, the second best is underlined"
-    return note + (f"; not ranked: {', and '.join(reasons)}. " if reasons else ". ")
+def rankable(study: ComparedRuns) -> list[RankableRow]:
+    return [RankableRow(row.first.method, len(row.finished)) for row in study.rows]
 
 
 def _intervals(run: RunRecord) -> dict[str, Interval]:
@@ -132,11 +113,9 @@ def _state(row: ComparedRow) -> str:
 def _column(study: ComparedRuns, name: str, intervals: dict[int, dict[str, Interval]]) -> list[ResultCell]:
     values = [row.values(name) for row in study.rows]
     means = [float(found.mean()) if len(found) else math.nan for found in values]
-    ranked = ranked_rows(study)
-    ranks = rank_values(
-        [round(mean, 2) if row in ranked else math.nan for row, mean in zip(study.rows, means, strict=True)],
-        lowest_first=lower_is_better(name),
-    )
+    complete = [len(found) == len(row.finished) for row, found in zip(study.rows, values, strict=True)]
+    whole = [mean if is_whole else math.nan for mean, is_whole in zip(means, complete, strict=True)]
+    ranks = rank_values(name, rankable(study), whole)
     column = []
     for row, found, mean, rank in zip(study.rows, values, means, ranks, strict=True):
         if not len(found):
@@ -145,7 +124,7 @@ def _column(study: ComparedRuns, name: str, intervals: dict[int, dict[str, Inter
         low, high = intervals.get(id(row), {}).get(name, (math.nan, math.nan))
         spread = f"± {np.std(found, ddof=1):.2f}" if len(found) > 1 else ""
         spread = f"[{low:.2f}, {high:.2f}]" if math.isfinite(low) and not spread else spread
-        column.append(ResultCell(mean, f"{mean:,.2f}", spread, _each_seed(row, found), "" if name in COSTS else rank))
+        column.append(ResultCell(mean, f"{mean:,.2f}", spread, _each_seed(row, found), rank))
     return column
 
 
@@ -153,11 +132,3 @@ def _each_seed(row: ComparedRow, found: np.ndarray) -> str:
     if len(found) != len(row.finished) or len(found) < 2:
         return ""
     return ", ".join(f"seed {run.seed}: {value:.2f}" for run, value in zip(row.finished, found, strict=True))
-
-
-def rank_values(values: list[float], lowest_first: bool = False) -> list[str]:
-    """BEST for the best value and SECOND for the next; equal values have equal ranks. Empty if all values are equal."""
-    order = sorted({value for value in values if math.isfinite(value)}, reverse=not lowest_first)
-    if len(order) < 2:
-        return [""] * len(values)
-    return [{order[0]: BEST, order[1]: SECOND}.get(value, "") for value in values]
