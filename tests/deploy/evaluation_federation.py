@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,7 @@ from fedmll.runs.run_folder import RunFolder
 from fedmll.training import round_loop
 
 ScoresAndLabels = list[tuple[np.ndarray, np.ndarray]]
-ChangeReply = Callable[[str, str, Message], Message]  # kind, site, its reply
+ChangeReply = Callable[..., Message]  # kind, site, its reply, and its info, which may be changed in place
 
 
 def unchanged(kind: str, name: str, message: Message) -> Message:
@@ -47,7 +48,8 @@ def run_without_server_data(
 
     def tamper(node: FakeNode, sent: FlowerMessage, reply: FlowerMessage) -> FlowerMessage:
         message, info = from_records(reply.content)
-        changed = change_reply(sent.metadata.message_type, node.name, message)
+        more = (info,) if len(signature(change_reply).parameters) == 4 else ()
+        changed = change_reply(sent.metadata.message_type, node.name, message, *more)
         return reply if changed is message else FlowerMessage(to_records(changed, info), reply_to=sent)
 
     grid.tamper = tamper

@@ -156,7 +156,9 @@ def test_a_private_client_sends_its_own_classes() -> None:
     assert str(find_name_problem(expected, Message())) == "it lacks counts"
     reply = Message({"counts": counts(p0_7=1, n1_8=2)[:, :2]})
     assert find_class_problem(expected, reply, PEER.owned) is None
-    found = site_evaluation.collect_histograms([(PEER, reply)], {"s": TOLD}, ["z", "y", "a"], private=True)["s"]
+    found = site_evaluation.collect_histograms(
+        [(PEER, reply)], {"s": TOLD}, ["z", "y", "a"], private=True, weights={"s": 5}
+    )["s"]
     assert (found.test[0, 2, 7], found.test[1, 0, 8], found.test.sum()) == (1, 2, 3)  # by name: a, then z
     assert found.not_sent == {"test": ()}
     assert site_evaluation.describe_withheld("s", found) == []
@@ -164,7 +166,9 @@ def test_a_private_client_sends_its_own_classes() -> None:
 
 def test_classes_without_counts_are_named_if_they_are_annotated() -> None:
     reply = Message({"counts": counts(p2_7=1), "validation-counts": counts(p0_7=1)})
-    found = site_evaluation.collect_histograms([(PEER, reply)], {"s": TOLD}, ["z", "y", "a"], private=False)["s"]
+    found = site_evaluation.collect_histograms(
+        [(PEER, reply)], {"s": TOLD}, ["z", "y", "a"], private=False, weights={"s": 5}
+    )["s"]
     assert found.test[0, 2, 7] == found.test.sum() == 1
     assert found.not_sent == {"test": ("z",), "validation": ("a",)}
     why = "it holds out fewer than 3 positive or negative images of them"

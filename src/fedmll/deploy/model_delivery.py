@@ -138,6 +138,9 @@ def _find_problem(model: SavedModel, trainer: Trainer) -> str | None:
     for name, shape in (("thresholds", (len(classes),)), ("calibration", (len(classes), 2))):
         if received.get(name) is not None and not _are_numbers(received[name], shape):
             return f"its {name} do not have the shape {shape}, or are not finite"
+    thresholds = np.asarray(received.get("thresholds") or 0.0)
+    if thresholds.min() < 0 or thresholds.max() > 1:
+        return "its thresholds are not from 0 to 1"
     layout = trainer.weights.layout | trainer.weights.counter_layout
     shapes = {name: tuple(place.shape) for name, place in layout.items()}
     dtypes = dict.fromkeys(trainer.weights.layout, torch.float32)

@@ -11,7 +11,7 @@ A prediction is p > threshold everywhere. A threshold is therefore just below th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -142,8 +142,8 @@ GOALS: dict[str, Callable[[Ints, float], Floats]] = {
 }
 GUARANTEE = (
     "In each class at least the wanted share of the positives of new samples is found, on average over validation data "
-    "and new samples, as long as both come from the same distribution. A threshold of -0.5 (always predicted) means "
-    "that there are too few positives to promise it with a higher one."
+    "and new samples, as long as both come from the same distribution. A threshold of -0.5, or of 0 in a federation, "
+    "means that the class is always predicted: there are too few positives to promise it with a higher one."
 )
 Calibration = Literal["none", "platt", "temperature"]
 
@@ -172,6 +172,11 @@ class ThresholdChoice:
             "thresholds_for": self.goal,
             "calibration": None if self.calibration is None else self.calibration.tolist(),
         }
+
+    def within_0_and_1(self) -> ThresholdChoice:
+        """The same with 0 instead of a lower threshold: p > 0 predicts the class for all but a probability of 0."""
+        raw, thresholds = np.maximum(self.raw_thresholds, 0.0), np.maximum(self.thresholds, 0.0)
+        return replace(self, raw_thresholds=raw, thresholds=thresholds)
 
     def where(self, use_this: NDArray[np.bool_], other: ThresholdChoice) -> ThresholdChoice:
         """This choice for the classes in `use_this` (C,) and `other` for the rest. Both are calibrated, or neither."""

@@ -23,23 +23,57 @@ from fedmll.evaluation.histogram_metrics import (
     SmallCounts,
     compute_histogram_metrics,
 )
-from fedmll.evaluation.histograms import BINS
+from fedmll.evaluation.histograms import BINS, EDGES
 from fedmll.evaluation.metrics import mean_of_defined
-from fedmll.evaluation.ranking import Ints
-from fedmll.evaluation.thresholds import ThresholdChoice, choose_thresholds, confusion_at
+from fedmll.evaluation.ranking import Floats, Ints
+from fedmll.evaluation.thresholds import ThresholdChoice, choose_thresholds, confusion_at, parse_goal
 from fedmll.runs.formatting import format_number, to_json, write_csv
 
 SITE_METRICS_FILE, SITE_METRICS_CSV_FILE = "site_metrics.json", "site_metrics.csv"
 ALL_SITES = "(pooled)"  # no site can have this name
 SAME_ROWS = "thresholds were chosen on the same rows as the metrics (no site marks both validation and test)"
+MARGIN = 1.0  # in logits: 0.5 may become 0.27 or 0.73
+MIN_SITES = 3  # with two sites nobody can tell whose thresholds are unusual
 METRICS_AT_THRESHOLD = ("f1", "precision", "recall")
 
 
 def choose_common_thresholds(histograms: FederatedHistograms | None) -> ThresholdChoice | None:
-    """Thresholds for the validation histograms of all sites together; None if no site sent any."""
+    """Thresholds in [0, 1] for the validation histograms of all sites together; None if no site sent any.
+
+    A class whose threshold one site would decide (`find_deciding_sites`) has the threshold of the other sites.
+    """
     if histograms is None or not histograms.for_thresholds.any():
         return None
-    return choose_thresholds(histograms.for_thresholds, histograms.goal, histograms.calibrate)
+    common = choose_thresholds(histograms.for_thresholds, histograms.goal, histograms.calibrate)
+    deciding = find_deciding_sites(histograms)
+    for name in set(deciding.values()):
+        others = choose_thresholds(histograms.without(name).for_thresholds, histograms.goal, histograms.calibrate)
+        common = others.where(np.array([deciding.get(label) == name for label in histograms.classes]), common)
+    return common.within_0_and_1()
+
+
+def find_deciding_sites(histograms: FederatedHistograms) -> dict[str, str]:
+    """By class: the site with which the common threshold lies far outside the range of the other sites' own thresholds.
+
+    By its counts one site can move a threshold as far as it likes. Honest sites differ too, most of all if they are
+    few, so the range is widened by MARGIN. At least two other sites must have thresholds of their own for the class.
+    """
+    choose = parse_goal(histograms.goal)
+    common = _logits(choose(histograms.for_thresholds))
+    own = {}
+    for name, site in histograms.sites.items():
+        counts = _as_int64(site.for_thresholds)
+        own[name] = np.where(_has_both(counts), _logits(choose(counts)), np.nan)
+    found: dict[str, str] = {}
+    for place, label in enumerate(histograms.classes):
+        thresholds = {name: values[place] for name, values in own.items() if np.isfinite(values[place])}
+        furthest = MARGIN
+        for name in thresholds if len(thresholds) >= MIN_SITES else ():
+            others = [value for other, value in thresholds.items() if other != name]
+            distance = max(min(others) - common[place], common[place] - max(others))
+            if distance > furthest:
+                furthest, found[label] = distance, name
+    return found
 
 
 def write_site_metrics(out: Path, histograms: FederatedHistograms, seed: int) -> None:
@@ -67,6 +101,7 @@ def write_site_metrics(out: Path, histograms: FederatedHistograms, seed: int) ->
         "classes": classes,
         "bins": BINS,
         "calibrate": histograms.calibrate,
+        "chosen_without": find_deciding_sites(histograms),
         "pooled": pooled,
         "sites": described,
     }
@@ -82,6 +117,17 @@ def read_site_thresholds(folder: Path) -> dict[str, dict[str, Any]]:
     content = _read(folder)
     sites = {} if content is None else content["sites"]
     return {name: site["own"] for name, site in sites.items() if site["own"] is not None}
+
+
+def describe_deciding_sites(folder: Path) -> list[str]:
+    """For the operator: which thresholds are chosen without a site's counts."""
+    content = _read(folder)
+    chosen_without: dict[str, str] = {} if content is None else content["chosen_without"]
+    return [
+        f"the threshold of {label} is chosen without the counts of {name}: with them it would lie far outside the "
+        "range of the other sites' own thresholds"
+        for label, name in chosen_without.items()
+    ]
 
 
 def site_metrics_table(folder: Path) -> tuple[list[str], list[list[str]], list[str]] | None:
@@ -147,7 +193,14 @@ def _choose_site_thresholds(
     """A site's own thresholds for the classes that it sent positives and negatives of; the common ones for the rest."""
     if common is None:
         return None
-    return choose_thresholds(counts, histograms.goal, histograms.calibrate).where(_has_both(counts), common)
+    own = choose_thresholds(counts, histograms.goal, histograms.calibrate).within_0_and_1()
+    return own.where(_has_both(counts), common)
+
+
+def _logits(thresholds: Floats) -> Floats:
+    inside = np.clip(thresholds, EDGES[0], EDGES[-1])
+    logits: Floats = np.log(inside / (1 - inside))
+    return logits
 
 
 def _as_int64(counts: SmallCounts) -> Ints:

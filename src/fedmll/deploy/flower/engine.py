@@ -104,7 +104,7 @@ class FlowerEngine:
         self.number = -1  # of the current round
         self.suspended: set[str] = set()  # clients that damaged a model, until the server is restarted
         self.previous: PreviousRound | None = None
-        self.withheld_notes: set[str] = set()  # which sites send no counts of which classes, as shown to the operator
+        self.notified: set[str] = set()  # notes on the sites' counts that the operator has seen
 
     def initial_state(self) -> Tensors:
         return self.method.initial_state()
@@ -220,8 +220,11 @@ class FlowerEngine:
         replies = self._evaluate_at_sites(message)
         if not replies:
             return Evaluation(values, report, None, scores)
-        clients = site_evaluation.average_metrics(replies, self.membership.introductions, self.max_share)
-        histograms = self._collect_histograms(replies)
+        introductions, names = self.membership.introductions, [client.name for client, _ in replies]
+        weights = site_evaluation.held_out_weights(names, introductions, self.max_share)
+        self._notify_once(site_evaluation.describe_lowered(weights, introductions))
+        clients = site_evaluation.average_metrics(replies, introductions, weights)
+        histograms = self._collect_histograms(replies, weights)
         pooled = evaluate_histograms(histograms.test, histograms.classes)
         for name, mean in clients.values.items():
             values[name if name.startswith("val_") else SITES + name] = mean
@@ -243,16 +246,18 @@ class FlowerEngine:
         replies = self.transport.exchange(EVALUATE, clients, message_for, 1) if clients else ()
         return [(client, reply) for client, reply, _ in replies]
 
-    def _collect_histograms(self, replies: Sequence[Reply]) -> FederatedHistograms:
-        classes = self.trainer.task.classes
-        sites = site_evaluation.collect_histograms(
-            replies, self.membership.introductions, classes, self.method.has("private-labels")
-        )
-        for text in (text for name, site in sites.items() for text in site_evaluation.describe_withheld(name, site)):
-            if text not in self.withheld_notes:
-                self.membership.notify(text)
-            self.withheld_notes.add(text)
+    def _collect_histograms(self, replies: Sequence[Reply], weights: Mapping[str, float]) -> FederatedHistograms:
+        classes, private = self.trainer.task.classes, self.method.has("private-labels")
+        sites = site_evaluation.collect_histograms(replies, self.membership.introductions, classes, private, weights)
+        for name, site in sites.items():
+            self._notify_once(site_evaluation.describe_withheld(name, site))
         return FederatedHistograms(tuple(classes), sites, self.thresholds, self.calibrate)
+
+    def _notify_once(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            if text not in self.notified:
+                self.membership.notify(text)
+            self.notified.add(text)
 
     # ---- the end
 

@@ -260,7 +260,8 @@ class Membership:
             self._store_introductions()
         start = f"; it takes part from round {self.round + 1} on" if self.round and is_new else ""
         images = f"{introduction.samples or introduction.held_out} images"
-        purpose = "" if introduction.samples else " for evaluation"
+        held_out = f", {introduction.held_out} more held out" if introduction.held_out else ""
+        purpose = held_out if introduction.samples else " for evaluation"
         text = f"{name} has joined: {images}{purpose}, {len(introduction.classes)} annotated classes{start}"
         facts = {"images": introduction.samples, "held_out": introduction.held_out, "digest": introduction.digest}
         facts |= {"classes": len(introduction.classes), "first_round": self.first_round[name]}

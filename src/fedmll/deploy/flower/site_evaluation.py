@@ -22,6 +22,9 @@ from fedmll.methods.base import TensorSpec
 from fedmll.methods.client_round import ClientInfo, Reply
 from fedmll.methods.parts.classifier_rows import own_rows
 
+MAX_HELD_OUT_SHARE = 0.5
+MIN_SITES = 3  # for this limit
+
 Introductions = Mapping[str, Introduction]  # by site
 
 
@@ -42,8 +45,34 @@ def _histogram_spec(classes: int, images: int, by_class: int | None) -> TensorSp
     )  # fmt: skip
 
 
+def held_out_weights(names: Sequence[str], introductions: Introductions, max_share: float) -> dict[str, float]:
+    """How many held-out images of each site count: its share is at most `max_share`.
+
+    With three sites or more it is also at most a half: no site's word counts more than that of all others together.
+    """
+    sizes = [introductions[name].held_out for name in names]
+    limit = min(max_share, MAX_HELD_OUT_SHARE) if len(names) >= MIN_SITES else max_share
+    return dict(zip(names, cap_shares(sizes, limit), strict=True))
+
+
+def describe_lowered(weights: Mapping[str, float], introductions: Introductions) -> list[str]:
+    """For the operator: the sites whose share of the held-out images is too large, and what is done about it."""
+    claimed = {name: introductions[name].held_out for name in weights}
+    return [
+        f"{name} says that it holds out {claimed[name]} images, {claimed[name] / sum(claimed.values()):.1%} of all. In "
+        f"metrics and thresholds of all sites together they count as {round(weight)} images, "
+        f"{weight / sum(weights.values()):.0%} of all (--max-share)"
+        for name, weight in weights.items()
+        if weight < claimed[name]
+    ]
+
+
 def collect_histograms(
-    replies: Sequence[Reply], introductions: Introductions, classes: Sequence[str], private: bool
+    replies: Sequence[Reply],
+    introductions: Introductions,
+    classes: Sequence[str],
+    private: bool,
+    weights: Mapping[str, float],
 ) -> dict[str, SiteHistograms]:
     """The histograms of each site, (2, C, BINS), and the classes that it annotates and sent no counts of."""
     sites = {}
@@ -63,8 +92,18 @@ def collect_histograms(
             validation=parts.get("validation"),
             min_count=introductions[client.name].min_count,
             not_sent=not_sent,
+            share_limit=_share_limit(client.name, weights, introductions),
         )
     return sites
+
+
+def _share_limit(name: str, weights: Mapping[str, float], introductions: Introductions) -> tuple[float, float] | None:
+    """See SiteHistograms: the limit of a site whose weight is lower than the number of images that it holds out."""
+    lowered = {each for each in weights if weights[each] < introductions[each].held_out}
+    if name not in lowered:
+        return None
+    others = sum(weight for each, weight in weights.items() if each not in lowered)
+    return weights[name] / introductions[name].held_out, weights[name] / others if others else 0.0
 
 
 def describe_withheld(name: str, site: SiteHistograms) -> list[str]:
@@ -78,7 +117,9 @@ def describe_withheld(name: str, site: SiteHistograms) -> list[str]:
     ]
 
 
-def average_metrics(replies: Sequence[Reply], introductions: Introductions, max_share: float) -> ClientReport:
+def average_metrics(
+    replies: Sequence[Reply], introductions: Introductions, site_weights: Mapping[str, float]
+) -> ClientReport:
     """The sites' own metrics, and their averages by size.
 
     A metric val_… is computed on the rows for thresholds, where a site has such rows.
@@ -92,7 +133,7 @@ def average_metrics(replies: Sequence[Reply], introductions: Introductions, max_
         for name in ON_VALIDATION
         if name in table
     }
-    values, weights = {}, np.array(cap_shares(sizes.tolist(), max_share))
+    values, weights = {}, np.array([site_weights[client.name] for client, _ in replies])
     for name, column in (table | validation).items():
         defined = np.isfinite(column)
         values[name] = float(np.average(column[defined], weights=weights[defined])) if defined.any() else np.nan

@@ -253,6 +253,8 @@ def _run_with_console(
     result = round_loop.train(federation, engine, folder, callback)
     # once more: clients may have joined during the run
     label_counts.write_label_counts(out, classes, settings.participants, membership.introductions)
+    for text in federated_evaluation.describe_deciding_sites(out):
+        notify(text)
     engine.deliver_model(load_model(out / MODEL_FILE), federated_evaluation.read_site_thresholds(out))
     console.end("finished")
     engine.end_run(console.audit.last_hash)
