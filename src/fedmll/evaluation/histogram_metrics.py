@@ -94,7 +94,8 @@ def _lower(counts: SmallCounts, factor: float, most: Floats) -> Ints:
     not 0. They are rounded such that the sum up to each bin is off by at most 1/2."""
     upto = np.cumsum(counts, axis=2, dtype=np.int64)
     by_class = np.where(most > 0, np.minimum(factor, most / np.maximum(upto[:, :, -1], 1)), factor)
-    return np.diff(np.rint(by_class[:, :, None] * upto).astype(np.int64), axis=2, prepend=0)
+    lowered: Ints = np.diff(np.rint(by_class[:, :, None] * upto), axis=2, prepend=0.0).astype(np.int64)
+    return lowered
 
 
 @dataclass(frozen=True)
