@@ -252,7 +252,7 @@ def test_federation_survives_interruptions_and_bad_clients(network: Network) -> 
     for name in (CUT, STOPPED):
         assert f"{name} is skipped (" in said
     assert f"{FULL} is rejected: its disk is full" in said
-    assert f"starts without {LATE}; it may come later" in said
+    assert f"starts without {LATE}, which may join later" in said
     assert "is tried again" not in said
     memories = [network.folder / f"memory-{name}" for name in (*NAMES, VALIDATING)]
     for folder in (network.out, *memories):

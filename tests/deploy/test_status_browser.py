@@ -52,5 +52,5 @@ def test_page_is_readable(browser: Any, width: int, dark: bool, tmp_path: Any) -
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, background.removeprefix("rgb(").rstrip(")").split(","))) < 200) == dark
-        words = ("14 of 40", "info 27 min", "connected", "away", "excluded", "has not come", "91.0 MB")
+        words = ("14 of 40", "about 27 min", "connected", "disconnected", "excluded", "not joined yet", "91.0 MB")
         assert not [word for word in words if word not in text]

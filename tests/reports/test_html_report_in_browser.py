@@ -64,18 +64,25 @@ def test_every_chart_is_visible(browser: Any, page: str, width: int, dark: bool)
     assert paper == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
 
 
+def click(browser: Any, within: Any, selector: str) -> None:
+    """Click an element in the middle of the window: the fixed bar at the top covers no element there."""
+    element = within.find_element("css selector", selector)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+    element.click()
+
+
 def test_choosing_a_metric_an_axis_and_a_row(browser: Any, page: str) -> None:
     open_page(browser, page)
     curves = browser.find_element("css selector", "figure[data-chart=curves]")
     title = "return document.querySelector('figure[data-chart=curves] svg title').textContent"
     assert browser.execute_script(title) == "Learning curves: macro AUC, % by round"
-    curves.find_element("css selector", "select option[value='1']").click()
-    curves.find_element("css selector", ".choice button:nth-child(3)").click()
+    click(browser, curves, "select option[value='1']")
+    click(browser, curves, ".choice button:nth-child(3)")
     assert browser.execute_script(title) == "Learning curves: mAP, % by seconds on this machine"
     assert series(browser, "curves") == ["local-only", "fedprox:mu=0.1"]
-    browser.find_element("css selector", "tr[data-row='1'] input").click()
+    click(browser, browser, "tr[data-row='1'] input")
     assert series(browser, "curves") == ["local-only"] and series(browser, "thresholds") == []
-    curves.find_element("css selector", ".legend button[data-row='1']").click()
+    click(browser, curves, ".legend button[data-row='1']")
     assert series(browser, "curves") == ["local-only", "fedprox:mu=0.1"]
     assert browser.find_element("css selector", "tr[data-row='1'] input").is_selected()
     assert browser.get_log("browser") == []
