@@ -254,9 +254,9 @@ def test_federation_survives_interruptions_and_bad_clients(network: Network) -> 
     assert f"{FULL} is rejected: its disk is full" in said
     assert f"starts without {LATE}, which may join later" in said
     assert "is tried again" not in said
-    memories = [network.folder / f"memory-{name}" for name in (*NAMES, VALIDATING)]
-    for folder in (network.out, *memories):
-        assert verify_audit_log(folder / FILE).wrong is None
+    state_folders = [network.folder / f"memory-{name}" for name in (*NAMES, VALIDATING)]
+    for folder in (network.out, *state_folders):
+        assert verify_audit_log(folder / FILE).first_bad_line is None
     assert max(row["seconds"] for row in network.rows()) < 3 * ROUND_SECONDS  # by its deadline, and a test
 
     who = took_part(audit, SETTINGS["training__rounds"])
@@ -267,7 +267,7 @@ def test_federation_survives_interruptions_and_bad_clients(network: Network) -> 
     }
     assert json.loads((network.out / "site_metrics.json").read_text())["sites"].keys() == {VALIDATING}
     found = load_file(network.out / "model.safetensors")
-    for folder in memories:
+    for folder in state_folders:
         mine = load_file(folder / "model.safetensors")
         assert all(torch.equal(mine[name], tensor) for name, tensor in found.items())
     settings = SETTINGS | {"method__seconds": 0.0}
