@@ -116,9 +116,9 @@ def test_unfinished_runs_are_named_with_a_reason(tmp_path: Path) -> None:
     assert missing["failed/seed-0"] == "failed: it diverged"
     assert missing["early/seed-0"] == "failed: no memory"
     assert missing["stopped/seed-0"] == "stopped: 2 of 3 rounds are done; it stopped: interrupted"
-    assert missing["cut/seed-0"].startswith("unreadable: its summary.json cannot be read (")
-    assert missing["incomplete/seed-0"] == "unreadable: its summary.json has no method"
-    assert missing["damaged/seed-0"].startswith("unreadable: cannot be read: ")
+    assert f"{cut / 'summary.json'} is damaged (Unterminated string" in missing["cut/seed-0"]
+    assert f"{incomplete / 'summary.json'} is damaged (it has no method)" in missing["incomplete/seed-0"]
+    assert f"unreadable: {damaged / 'experiment.toml'} is not a TOML file" in missing["damaged/seed-0"]
     assert missing["fedprox-mu=9/seed-0"] == "failed: mu is too large", "it was rejected, and has no folder"
 
 

@@ -30,8 +30,8 @@ from fedmll.core import registry
 
 
 def _absolute_unique(files: Any) -> Any:
-    if not isinstance(files, list | tuple):
-        return files
+    if not isinstance(files, list | tuple) or not all(isinstance(file, str | Path) for file in files):
+        return files  # pydantic explains what is wrong
     return tuple(dict.fromkeys(str(Path(file).expanduser().absolute()) for file in files))
 
 

@@ -13,10 +13,20 @@ from fedmll.core.errors import ConfigError
 from fedmll.core.text import suggest
 
 M = TypeVar("M", bound=BaseModel)
+MAX_DEPTH = 20
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read an experiment file. Plug-in files in it are relative to the experiment file."""
+    values = parse_toml(path)
+    plugins = values.get("plugins")
+    if isinstance(plugins, list) and all(isinstance(file, str) for file in plugins):
+        values["plugins"] = [str(path.parent / file) for file in plugins]
+    return values
+
+
+def parse_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file as they are."""
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -25,17 +35,40 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}.") from None
-    if isinstance(values.get("plugins"), list):
-        values["plugins"] = [str(path.parent / file) for file in values["plugins"]]
+    except RecursionError:
+        raise _too_deep(str(path)) from None
+    _check_depth(values, str(path))
     return values
+
+
+def _check_depth(values: Any, source: str) -> None:
+    """Raise ConfigError for deeply nested values: every function that walks over them is recursive."""
+    level = [values]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise _too_deep(source)
+
+
+def _too_deep(source: str) -> ConfigError:
+    return ConfigError(f"{source} is nested more than {MAX_DEPTH} levels deep; an experiment needs four.")
 
 
 def parse_value(text: str) -> Any:
     """A value as in a TOML file; text that is not TOML is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except RecursionError:
+        raise _too_deep(f"The value {text[:20]}…") from None
+    _check_depth(value, f"The value {text[:20]}…")
+    return value
 
 
 def merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

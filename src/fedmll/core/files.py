@@ -54,11 +54,15 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 def move_damaged_file(path: Path) -> Path:
     """Rename a damaged file to NAME.damaged-N with the first free number; return the new path."""
+    return path.rename(free_name_for_damaged(path))
+
+
+def free_name_for_damaged(path: Path) -> Path:
+    """NAME.damaged-N with the first free number."""
     number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+    while (free := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
-    path.rename(aside)
-    return aside
+    return free
 
 
 class FileLocked(FedmllError):

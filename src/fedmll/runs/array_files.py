@@ -20,7 +20,6 @@ positives  int32 (K, C): training samples with the class, as the client annotate
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,14 +86,17 @@ def read_predictions(file: Path, part: str = "test") -> Predictions:
     arrays = _read_arrays(file, ("classes", f"{part}_"))
     if f"{part}_probabilities" not in arrays:
         raise DataError(f"{file} has no predictions for {part} data: the run had no such data.")
-    return Predictions(
-        classes=tuple(map(str, arrays["classes"])),
-        probabilities=arrays[f"{part}_probabilities"],
-        targets=arrays[f"{part}_targets"],
-        rows=arrays[f"{part}_rows"],
-        files=arrays.get(f"{part}_files"),
-        patients=arrays.get(f"{part}_patients"),
-    )
+    try:
+        return Predictions(
+            classes=tuple(map(str, arrays["classes"])),
+            probabilities=arrays[f"{part}_probabilities"],
+            targets=arrays[f"{part}_targets"],
+            rows=arrays[f"{part}_rows"],
+            files=arrays.get(f"{part}_files"),
+            patients=arrays.get(f"{part}_patients"),
+        )
+    except (KeyError, TypeError) as error:
+        raise _unreadable(file, error) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,7 @@ def read_client_labels(file: Path) -> ClientLabels:
             annotated=arrays["annotated"],
             positives=arrays.get("positives"),
         )
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise _unreadable(file, error) from None
 
 
@@ -144,7 +146,7 @@ def _read_arrays(file: Path, prefixes: tuple[str, ...]) -> Arrays:
     try:
         with np.load(file, allow_pickle=False) as opened:
             return {name: opened[name] for name in opened.files if name.startswith(prefixes)}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged archive can raise almost anything
         raise _unreadable(file, error) from None
 
 

@@ -22,7 +22,6 @@ import io
 import json
 import logging
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -33,10 +32,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.config.experiment import Experiment
+from fedmll.config.toml_values import parse_toml
 from fedmll.core import files, registry
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.message import Tensors
 from fedmll.core.tensor_files import read_tensors, write_tensors
+from fedmll.core.text import printable
 from fedmll.data.federation import Federation
 from fedmll.data.fingerprint import Fingerprint, describe_changes
 from fedmll.runs.array_files import (
@@ -59,6 +60,12 @@ CHECKPOINT_FOLDER, CLIENT_STATE_FOLDER, RECORDS_FOLDER = "checkpoint", "client_s
 STOPPED_LINE = re.compile(r" ERROR stopped: (.*)$")  # the last line of the log of a run that ended with an error
 TEXT_COLUMNS = ("class", "client")  # of per_class.csv and per_client.csv; the other columns are numbers
 
+SUMMARY_TYPES: dict[str, Any] = {  # what every summary has
+    "method": str, "data": str, "seed": int, "round": int, "rounds": int, "clients": int, "classes": list,
+    "samples": dict, "seconds": int | float, "metrics": dict,
+}  # fmt: skip
+RESTORE = "Restore it from a copy. If you are sure that {}, delete it."
+
 MetricsRow = dict[str, Any]  # the numbers of one round
 Table = list[dict[str, Any]]
 
@@ -75,8 +82,8 @@ class RunState(StrEnum):
 class RunFolder:
     """The files of one run.
 
-    Every method reads or writes one file. Readers raise OSError, ValueError, KeyError, TypeError or DataError if the
-    file is missing or damaged; `run_overview.read_run` turns these into a reason.
+    Every method reads or writes one file. Readers of a damaged file raise a DataError (of a damaged experiment, a
+    ConfigError) that names it; `run_overview.read_run` turns it into a reason.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -163,7 +170,7 @@ class RunFolder:
 
     def read_experiment_values(self) -> dict[str, Any]:
         """The values of experiment.toml as they are, without validation."""
-        return tomllib.loads((self.path / EXPERIMENT_FILE).read_text())
+        return parse_toml(self.path / EXPERIMENT_FILE)
 
     def load_experiment(self, overrides: Mapping[str, Any] | None = None) -> Experiment:
         if not self.is_run:
@@ -173,11 +180,12 @@ class RunFolder:
         try:
             return Experiment.load(self.path / EXPERIMENT_FILE, overrides)
         except ConfigError as error:
-            saved = self._read_json(PLUGINS_FILE)["packages"] if self.has(PLUGINS_FILE) else {}
+            saved = self._read_plugins()["packages"] if self.has(PLUGINS_FILE) else {}
             installed = {entry.dist.name for entry in registry.installed_plugins() if entry.dist}
             missing = " ".join(f"{name}=={version}" for name, version in saved.items() if name not in installed)
             if not missing:
-                raise
+                file = str(self.path / EXPERIMENT_FILE)
+                raise ConfigError(f"{'' if file in str(error) else f'{file}: '}{error}") from None
             raise ConfigError(
                 f"{error} The run in {self.path} began with packages that are not installed: pip install {missing}."
             ) from None
@@ -189,7 +197,7 @@ class RunFolder:
         """Compare the plug-ins with those that the run began with. Returns one warning per difference."""
         if not self.has(PLUGINS_FILE):
             return []
-        saved, warnings = self._read_json(PLUGINS_FILE), []
+        saved, warnings = self._read_plugins(), []
         checksums, versions = _installed_plugins(experiment).values()
         for file, checksum in saved["files"].items():
             if checksum not in checksums.values():
@@ -201,18 +209,23 @@ class RunFolder:
                 warnings.append(f"The package {package} {now}; the run began with {version}: the result may differ.")
         return warnings
 
+    def _read_plugins(self) -> dict[str, dict[str, str]]:
+        saved = self._read_json(PLUGINS_FILE, RESTORE.format("the plug-ins are the same"))
+        if all(isinstance(saved.get(kind), dict) for kind in ("files", "packages")):
+            return saved
+        raise self._damaged(PLUGINS_FILE, "it has no files or no packages", RESTORE.format("the plug-ins are the same"))
+
     def check_data(self, fingerprints: dict[str, Fingerprint]) -> None:
         """Compare the data with that of the run's start (DataError if it differs); at the start, record it."""
         if not self.has(DATA_FINGERPRINT_FILE):
             self._write(DATA_FINGERPRINT_FILE, json.dumps(fingerprints, indent=1) + "\n")
             return
+        saved = self.read_data_fingerprints()
         try:
-            differences = describe_changes(self.read_data_fingerprints(), fingerprints)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(
-                f"{self.path / DATA_FINGERPRINT_FILE}, the record of the data that the run began with, cannot be read. "
-                "Restore it from a copy. If you are sure that the data is the same, delete it: it is written again."
-            ) from None
+            differences = describe_changes(saved, fingerprints)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            advice = RESTORE.format("the data is the same")
+            raise self._damaged(DATA_FINGERPRINT_FILE, repr(error), advice) from None
         if differences:
             raise DataError(
                 f"The data differs from what the run in {self.path} began with: {'; '.join(differences)}. Nothing was "
@@ -220,21 +233,51 @@ class RunFolder:
             )
 
     def read_data_fingerprints(self) -> dict[str, Any]:
-        """Fingerprint about each part of the data: training, validation, test."""
-        return dict(self._read_json(DATA_FINGERPRINT_FILE))
+        """The fingerprint of each part of the data: training, validation, test."""
+        return self._read_json(DATA_FINGERPRINT_FILE, RESTORE.format("the data is the same"))
 
     # ---- rounds
 
     def read_metrics(self) -> list[MetricsRow]:
-        """One row per round. A last line that a kill cut off is left out."""
+        """One row per round, without lines that cannot be read."""
+        return self.read_metrics_lines()[0]
+
+    def read_metrics_lines(self, required: Iterable[str] = ("round",)) -> tuple[list[MetricsRow], list[int]]:
+        """The rows that can be read, and the numbers of the other lines, from 1 on.
+
+        A last line that a kill cut off is neither. `required` are names of numbers that every row has.
+        """
         rows: list[MetricsRow] = []
+        damaged: list[int] = []
         if self.has(METRICS_FILE):
-            for line in (self.path / METRICS_FILE).read_text().splitlines():
-                try:
-                    rows.append(json.loads(line))
-                except ValueError:
-                    break
-        return rows
+            *lines, last = (self.path / METRICS_FILE).read_bytes().split(b"\n")
+            for number, line in enumerate([*lines, last], 1):
+                row = _parse_row(line, required)
+                if row is not None:
+                    rows.append(row)
+                elif number <= len(lines):
+                    damaged.append(number)
+        return rows, damaged
+
+    def recover_metrics(self, last_round: int) -> tuple[list[MetricsRow], str | None]:
+        """The rows up to a round, for a run that continues. Other rows are removed from the file.
+
+        Returns:
+            The rows; and a warning if the file is damaged, which is then kept under another name.
+        """
+        path, warning = self.path / METRICS_FILE, None
+        rows, damaged = self.read_metrics_lines(("round", "seconds", "bytes_up", "bytes_down"))
+        if damaged:
+            copy = files.free_name_for_damaged(path)
+            files.write_atomic(copy, path.read_bytes())
+            lines = f"line{'s' if len(damaged) > 1 else ''} {', '.join(map(str, damaged))}"
+            warning = (
+                f"{path} is damaged: {lines} cannot be read. The rows of all other rounds are kept, and the damaged "
+                f"file as {copy.name}. If you have a copy of the file, restore it after the run."
+            )
+        kept = [row for row in rows if row["round"] <= last_round and last_round]
+        self.write_metrics(kept)
+        return kept, warning
 
     def write_metrics(self, rows: Iterable[MetricsRow]) -> None:
         self._write(METRICS_FILE, "".join(to_json(row) + "\n" for row in rows))
@@ -291,7 +334,15 @@ class RunFolder:
     # ---- the end of a run
 
     def read_summary(self) -> dict[str, Any]:
-        return dict(self._read_json(SUMMARY_FILE))
+        advice = f"`fedmll resume {self.path}` writes it again."
+        summary = self._read_json(SUMMARY_FILE, advice)
+        for key, kind in SUMMARY_TYPES.items():
+            if not isinstance(summary.get(key), kind):
+                reason = f"'{key}' has the wrong type" if key in summary else f"it has no {key}"
+                raise self._damaged(SUMMARY_FILE, reason, advice)
+        if not all(value is None or isinstance(value, int | float) for value in summary["metrics"].values()):
+            raise self._damaged(SUMMARY_FILE, "a metric is not a number", advice)
+        return summary
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write(SUMMARY_FILE, to_json(summary, indent=2) + "\n")
@@ -301,7 +352,12 @@ class RunFolder:
 
     def read_failure(self) -> str | None:
         """Why the run failed; None if it did not."""
-        return str(self._read_json(FAILURE_FILE)["reason"]) if self.has(FAILURE_FILE) else None
+        if not self.has(FAILURE_FILE):
+            return None
+        try:
+            return str(self._read_json(FAILURE_FILE, "")["reason"])
+        except (DataError, KeyError):
+            return f"unknown, because {FAILURE_FILE} is damaged"
 
     def write_failure(self, error: Exception) -> None:
         failure = {"error": type(error).__name__, "reason": str(error)}
@@ -343,9 +399,12 @@ class RunFolder:
 
     def read_table(self, name: str) -> Table:
         """The rows of PER_CLASS_FILE or PER_CLIENT_FILE."""
-        with (self.path / name).open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        return [{key: text if key in TEXT_COLUMNS else _number(text) for key, text in row.items()} for row in rows]
+        try:
+            with (self.path / name).open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            return [{key: text if key in TEXT_COLUMNS else _number(text) for key, text in row.items()} for row in rows]
+        except (ValueError, AttributeError, csv.Error) as error:
+            raise self._damaged(name, str(error), f"`fedmll resume {self.path}` writes it again.") from None
 
     def write_table(self, name: str, columns: dict[str, NDArray[Any]]) -> None:
         write_csv(self.path / name, columns)
@@ -353,8 +412,29 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         files.write_atomic(self.path / name, text)
 
-    def _read_json(self, name: str) -> Any:
-        return json.loads((self.path / name).read_text())
+    def _read_json(self, name: str, advice: str) -> dict[str, Any]:
+        """The object in a JSON file. `advice` is the end of the error message for a damaged file."""
+        try:
+            content = json.loads((self.path / name).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(name, str(error), advice) from None
+        if not isinstance(content, dict):
+            raise self._damaged(name, "it is not a JSON object", advice)
+        return content
+
+    def _damaged(self, name: str, reason: str, advice: str) -> DataError:
+        return DataError(f"{self.path / name} is damaged ({printable(reason, 120)}). {advice}")
+
+
+def _parse_row(line: bytes, required: Iterable[str]) -> MetricsRow | None:
+    """A line of metrics.jsonl; None if it is not a row of numbers."""
+    try:
+        row = json.loads(line)
+        values = [row[name] for name in required]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    numbers = all(value is None or isinstance(value, int | float) for value in row.values())
+    return row if numbers and type(row["round"]) is int and None not in values else None
 
 
 def _installed_plugins(experiment: Experiment) -> dict[str, dict[str, str]]:

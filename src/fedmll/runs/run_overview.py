@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.core.errors import ConfigError, DataError
+from fedmll.core.errors import ConfigError, FedmllError
 from fedmll.core.text import printable
 from fedmll.evaluation.metric_definitions import HEADLINE, RUN_LIST, metrics_in
 from fedmll.evaluation.thresholds import best_thresholds
@@ -39,8 +39,7 @@ from fedmll.runs.run_folder import (
     Table,
 )
 
-SUMMARY_KEYS = ("method", "data", "seed", "round", "rounds", "clients", "classes", "samples", "seconds", "metrics")
-DAMAGED_FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
+DAMAGED_FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, FedmllError)
 
 T = TypeVar("T")
 
@@ -150,7 +149,7 @@ class RunRecord:
             return default
         try:
             return read()
-        except (*DAMAGED_FILE_ERRORS, DataError) as error:
+        except DAMAGED_FILE_ERRORS as error:
             self.damaged.append(f"{name} cannot be read ({printable(error, 120)})")
             return default
 
@@ -170,10 +169,12 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
         run.experiment = run.folder.read_experiment_values()
         _ = run.experiment["method"]["name"], run.experiment["data"]["name"], int(run.experiment["seed"])
         _ = int(run.experiment["training"]["rounds"])
-        run.rows = [row for row in run.folder.read_metrics() if type(row.get("round")) is int]
+        run.rows, damaged = run.folder.read_metrics_lines()
+        run.damaged += [f"line {number} of {METRICS_FILE} cannot be read" for number in damaged]
         run.state, run.reason = _read_state(run)
     except DAMAGED_FILE_ERRORS as error:
-        run.state, run.reason = RunState.UNREADABLE, f"cannot be read: {type(error).__name__}: {printable(error, 160)}"
+        kind = "" if isinstance(error, FedmllError) else f"{type(error).__name__}: "
+        run.state, run.reason = RunState.UNREADABLE, f"{kind}{printable(error, 600)}"
     return run
 
 
@@ -183,10 +184,7 @@ def _read_state(run: RunRecord) -> tuple[RunState, str]:
         try:
             run.summary = run.folder.read_summary()
         except DAMAGED_FILE_ERRORS as error:
-            return RunState.UNREADABLE, f"its {SUMMARY_FILE} cannot be read ({printable(error, 120)})"
-        if missing := [key for key in SUMMARY_KEYS if key not in run.summary]:
-            run.summary = {}
-            return RunState.UNREADABLE, f"its {SUMMARY_FILE} has no {missing[0]}"
+            return RunState.UNREADABLE, printable(error, 600)
         return state, ""
     if state is RunState.FAILED:
         return state, printable(run.folder.read_failure(), 600)

@@ -189,8 +189,7 @@ class _TrainingLoop:
             self.engine.client_states.set_aside_if_damaged,
         )
         for text in warnings:
-            self.log.warning(text)
-            self.callback.on_warning(text)
+            self._warn(text)
         state, last = self.engine.initial_state(), 0
         if checkpoint is not None:
             last, self.best, saved = checkpoint.round, checkpoint.best, checkpoint.state
@@ -198,9 +197,14 @@ class _TrainingLoop:
             state = {k: t for k, t in saved.items() if not k.startswith(BEST_PREFIX)}
             self.engine.client_states.latest = dict(checkpoint.client_states)
         self.engine.client_states.keep_only(self._referenced_client_states())
-        self.rows = [row for row in self.folder.read_metrics() if row["round"] <= last and last]
-        self.folder.write_metrics(self.rows)
+        self.rows, warning = self.folder.recover_metrics(last)
+        if warning is not None:
+            self._warn(warning)
         return state, last + 1
+
+    def _warn(self, text: str) -> None:
+        self.log.warning(text)
+        self.callback.on_warning(text)
 
     def _run_round(self, state: Tensors, number: int) -> Tensors:
         start = time.perf_counter()
