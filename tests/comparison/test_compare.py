@@ -66,7 +66,11 @@ class FakeTraining:
         (folder / "metrics.jsonl").write_text('{"round": 1}\n')
         score = self.score(experiment)
         metrics = {"macro_auc": score, "val_macro_auc": 2 * score, "map": None if experiment.seed == 11 else score}
-        summary = {"metrics": metrics, "rounds": 2, "seconds": 3.0, "bytes_up": 1_000_000, "bytes_down": 4_000_000}
+        summary = {
+            "method": experiment.method.name, "data": experiment.data.name, "seed": experiment.seed, "round": 2,
+            "rounds": 2, "clients": 4, "classes": ["a"], "samples": {"test": 2}, "seconds": 3.0, "metrics": metrics,
+            "bytes_up": 1_000_000, "bytes_down": 4_000_000,
+        }  # fmt: skip
         (folder / "summary.json").write_text(json.dumps(summary))
 
     def runner(
@@ -77,7 +81,9 @@ class FakeTraining:
         folder, callback = ComparisonFolder(self.out), ComparisonCallback()
         callback.on_warning = self.warnings.append  # type: ignore[method-assign]
         callback.on_rounds_skipped = self.skipped.append  # type: ignore[method-assign]
-        return ComparisonRunner(small(), rows, seeds, folder, tune=tune, callback=callback, **rest)
+        runner = ComparisonRunner(small(), rows, seeds, folder, tune=tune, callback=callback, **rest)
+        runner.read_folders()
+        return runner
 
     def go(self, methods: str, seeds: list[int], retry: bool = False, **rest: Any) -> Comparison:
         self.ran, self.resumed, self.skipped, self.warnings, self.built = [], [], [], [], []
@@ -172,7 +178,8 @@ def test_each_run_has_a_folder_and_continues_there(fake: FakeTraining) -> None:
     assert fake.skipped == [2] * 23
     assert body(again, "macro_auc") == body(found, "macro_auc")
     with pytest.raises(ConfigError, match=r"seed-0 holds another experiment \(training\.lr differ\); nothing"):
-        ComparisonRunner(small(training__lr=0.5), [Variant("fedavg", {})], seeds, ComparisonFolder(fake.out))
+        other = ComparisonRunner(small(training__lr=0.5), [Variant("fedavg", {})], seeds, ComparisonFolder(fake.out))
+        other.read_folders()
 
 
 def test_data_is_prepared_once_for_runs_that_share_it(fake: FakeTraining) -> None:
@@ -609,7 +616,7 @@ def test_no_table_if_no_run_was_done(fake: FakeTraining, compare: Callable[..., 
     fake.out, fake.division = Path("grid"), unreadable
     said = compare(*QUICK, "--methods", "fedavg", "--seeds", "0")
     assert said.code == 2 and "The data was not found." in said.error
-    assert not Path("grid").exists()
+    assert [path.name for path in Path("grid").iterdir()] == [".lock"]
 
 
 def test_diverged_row_does_not_stop_the_others(compare: Callable[..., Said]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from conftest import small
 
 from fedmll import compare
 from fedmll.comparison.compare import ComparisonCallback, ComparisonRunner
-from fedmll.comparison.comparison_folder import git_commit
+from fedmll.comparison.comparison_folder import ComparisonFolder, git_commit
 from fedmll.comparison.plan import Variant
 from fedmll.comparison.results import ComparisonCell
 from fedmll.config.experiment import Experiment
@@ -266,6 +267,32 @@ def test_stopped_parallel_runs_continue_to_the_same_weights(tmp_path: Path, how:
     go("grid", 2)
     go("whole", 1)
     assert models(tmp_path / "grid") == models(tmp_path / "whole") and len(models(tmp_path / "whole")) == 2
+
+
+def test_second_compare_in_the_same_folder_names_the_first(tmp_path: Path, fedmll: Callable[..., Any]) -> None:
+    def hold(folder: Path, pipe: int) -> None:
+        with ComparisonFolder(folder).lock():
+            os.write(pipe, b"x")
+            time.sleep(60)
+
+    words = ("compare", "--methods", "fedavg", "--seeds", "0", "--rounds", "1", "--workers", "0", "--out", "grid")
+    reading, writing = os.pipe()
+    process = fork_process(hold, tmp_path / "grid", writing)
+    try:
+        os.read(reading, 1)
+        code, _, error = fedmll(*words)
+        assert code == 2 and len(error.strip().splitlines()) == 1
+        assert (
+            f"Another `fedmll compare` is working in grid: process {process.pid} on {socket.gethostname()}, since 20"
+            in error
+        )
+        assert [path.name for path in (tmp_path / "grid").iterdir()] == [".lock"]
+    finally:
+        process.kill()
+        process.join()
+        os.close(reading)
+        os.close(writing)
+    assert fedmll(*words)[0] == 0
 
 
 # ---- show and runs --------------------------------------------------------------------------------------------------

@@ -493,6 +493,7 @@ def test_comparison_does_not_mix_two_datasets(tmp_path: Path) -> None:
         plan = ComparisonRunner(
             own_images(tmp_path, training__rounds=1), variants, seeds, ComparisonFolder(tmp_path / "grid")
         )
+        plan.read_folders()
         plan.run_all()
         return plan
 

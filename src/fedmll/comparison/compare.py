@@ -133,33 +133,33 @@ def compare(
         callback=callback,
         trackers=ComparisonTrackers(track, folder.path, callback.on_warning),
     )
-    for text in sorted(runner.plugin_warnings):
-        callback.on_warning(text)
-    callback.on_comparison_start(runner.total_rounds)
-    commands = add_command(folder.read_commands(), describe_command(command))
+    with folder.lock():
+        runner.read_folders()
+        callback.on_comparison_start(runner.total_rounds)
+        commands = add_command(folder.read_commands(), describe_command(command))
 
-    def write(comparison: Comparison) -> Comparison:
-        if comparison.finished or comparison.failed:
-            folder.write(comparison, commands)
-        return comparison
+        def write(comparison: Comparison) -> Comparison:
+            if comparison.finished or comparison.failed:
+                folder.write(comparison, commands)
+            return comparison
 
-    comparison = runner.comparison()
-    try:
-        comparison = runner.run_all(retry_failed=retry_failed, jobs=jobs, on_run_end=write)
-        if against is not None:
-            tests = compute_margin_tests(comparison, against, comparison.metric_names)
-            comparison = replace(comparison, tests=tests)
-        return write(comparison)
-    except BaseException:  # the tables have what is finished, however the comparison ends
-        comparison = write(runner.comparison())
-        raise
-    finally:
-        runner.trackers.end(comparison.is_done, [folder.path / name for name in TABLE_FILES])
+        comparison = runner.comparison()
+        try:
+            comparison = runner.run_all(retry_failed=retry_failed, jobs=jobs, on_run_end=write)
+            if against is not None:
+                tests = compute_margin_tests(comparison, against, comparison.metric_names)
+                comparison = replace(comparison, tests=tests)
+            return write(comparison)
+        except BaseException:  # the tables have what is finished, however the comparison ends
+            comparison = write(runner.comparison())
+            raise
+        finally:
+            runner.trackers.end(comparison.is_done, [folder.path / name for name in TABLE_FILES])
 
 
 class ComparisonRunner:
-    """Plans all runs of a comparison and runs those that are not done. Creating it validates every experiment. The
-    arguments are those of `compare`; `variants` are the rows."""
+    """Plans all runs of a comparison and runs those that are not done. Creating it validates every experiment and reads
+    no file. The arguments are those of `compare`; `variants` are the rows."""
 
     def __init__(
         self,
@@ -183,7 +183,6 @@ class ComparisonRunner:
         self.prepared: tuple[str, Federation] | None = None  # the data that was built last, and its key
         self.started: set[ComparisonCell] = set()
         self.ended: set[ComparisonCell] = set()
-        self.plugin_warnings: set[str] = set()  # plug-ins that have changed since runs were finished
         if tune_seed is not None and not tune:
             raise ConfigError("--tune-seed is the seed that settings are chosen on; give the settings with --tune.")
         if against is not None and against not in (known := [variant.label for variant in variants]):
@@ -212,19 +211,35 @@ class ComparisonRunner:
         overrides = plan.merge_settings(variant.label, variant.overrides, setting)
         experiment = self.base.changed(overrides | {"seed": seed})
         path = self.folder.run_path(variant.label, setting, seed)
-        cell = ComparisonCell(variant=variant, seed=seed, setting=setting, path=path, experiment=experiment)
-        different = experiment.differs(cell.folder.load_experiment()) if cell.folder.is_run else []
-        if different:
-            raise ConfigError(
-                f"{path} holds another experiment ({', '.join(different)} differ); nothing was changed. Use another "
-                "--out, or give the options that this comparison was started with."
-            )
-        if cell.folder.is_finished:
-            cell.summary = cell.folder.read_summary()
-            self.plugin_warnings |= set(cell.folder.check_plugins(experiment))
-        else:
-            cell.failure = cell.folder.read_failure()
-        return cell
+        return ComparisonCell(variant=variant, seed=seed, setting=setting, path=path, experiment=experiment)
+
+    @property
+    def all_cells(self) -> list[ComparisonCell]:
+        return [cell for by_seed in self.cells.values() for cells in by_seed.values() for cell in cells]
+
+    def read_folders(self) -> None:
+        """Read what earlier commands have done. A run with a damaged file counts as failed, and the others go on."""
+        warnings: set[str] = set()
+        for cell in self.all_cells:
+            saved = None
+            try:
+                if cell.folder.is_run:
+                    saved = cell.folder.load_experiment()
+                if cell.folder.is_finished:
+                    cell.summary = cell.folder.read_summary()
+                    warnings |= set(cell.folder.check_plugins(cell.experiment))
+                else:
+                    cell.failure = cell.folder.read_failure()
+            except FedmllError as error:
+                cell.failure = None if cell.summary else str(error)
+                warnings.add(f"{cell}: {error}")
+            if saved is not None and (different := cell.experiment.differs(saved)):
+                raise ConfigError(
+                    f"{cell.path} holds another experiment ({', '.join(different)} differ); nothing was changed. Use "
+                    "another --out, or give the options that this comparison was started with."
+                )
+        for text in sorted(warnings):
+            self.callback.on_warning(text)
 
     @property
     def total_rounds(self) -> int:
@@ -325,11 +340,10 @@ class ComparisonRunner:
 
     def _check_data(self) -> None:
         """Raise DataError if earlier runs had other data: one table is about one dataset."""
-        cells = [cell for by_seed in self.cells.values() for of_seed in by_seed.values() for cell in of_seed]
-        if all(cell.summary is not None for cell in cells):
+        if all(cell.summary is not None for cell in self.all_cells):
             return  # there will be no new run
         fingerprints: dict[str, dict[str, Fingerprint]] = {}
-        for cell in cells:
+        for cell in self.all_cells:
             if cell.folder.has(DATA_FINGERPRINT_FILE):
                 key = _data_key(cell.experiment)
                 if key not in fingerprints:

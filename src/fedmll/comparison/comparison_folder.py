@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ from fedmll.core.text import printable
 from fedmll.core.versions import UNINSTALLED, package_version
 from fedmll.evaluation.metric_definitions import HEADLINE, metrics_in
 from fedmll.runs.formatting import TextTable, mean_and_std, to_json
-from fedmll.runs.run_folder import DATA_FINGERPRINT_FILE, EXPERIMENT_FILE, RunState
+from fedmll.runs.run_folder import DATA_FINGERPRINT_FILE, EXPERIMENT_FILE, LOCK_FILE, RunState
 from fedmll.runs.run_overview import RunRecord, find_runs
 
 RECORD_FILE = "comparison.json"
@@ -101,6 +104,22 @@ class ComparisonFolder:
         """The folder of one run."""
         names = [label, *(["+".join(f"{key}={value}" for key, value in setting.items())] if setting else [])]
         return self.path.joinpath(*map(folder_name, names), f"seed-{seed}")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Let one command at a time work on the comparison. The lock file says which."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with files.file_lock(self.path / LOCK_FILE, wait=False, inherited=False) as file:
+                started = time.strftime("%Y-%m-%d %H:%M:%S")
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}, since {started}".encode())
+                yield
+        except files.FileLocked as error:
+            raise ConfigError(
+                f"Another `fedmll compare` is working in {self.path}: {printable(error.content)}. Wait until it has "
+                "finished, stop it, or use another --out."
+            ) from None
 
     # ---- writing
 
