@@ -17,9 +17,10 @@ from fedmll import load_run, run
 from fedmll.config.experiment import Experiment
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
+from fedmll.core.message import Message
 from fedmll.evaluation.bootstrap import bootstrap_intervals
+from fedmll.evaluation.thresholds import format_threshold
 from fedmll.inference.export import FORMATS, export, write_onnx
-from fedmll.inference.model_card import _table
 from fedmll.inference.model_file import SavedModel, describe_model, load_model, write_model
 from fedmll.testing import make_trainer
 
@@ -147,11 +148,15 @@ def test_a_run_is_exported_with_its_card(finished: Path, tmp_path: Path) -> None
     annotating = saved.summary["annotating_clients"]
     assert sum(annotating.values()) == 4 * 7 and f"| zero | {annotating['zero']} of 4 |" in text
     threshold = saved.model.tuned_thresholds[0]  # type: ignore[index]
-    assert f"| 263 | {threshold:.4f} |" in text
+    assert f"| zero | {format_threshold(threshold)} |" in text
     for word in ("FUTURE-AI", "Traceability", "## Limits", "fedavg", "ml-digits"):
         assert word in text
     alone = export(saved.model, "safetensors", tmp_path / "alone")[1].read_text()
-    assert "Not available here" in alone and f"| zero | {threshold:.4f} |" in alone and "model-index" not in alone
+    assert (
+        "Not available here" in alone
+        and f"| zero | {format_threshold(threshold)} |" in alone
+        and "model-index" not in alone
+    )
 
 
 def test_impossible_exports_are_rejected(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,5 +171,20 @@ def test_impossible_exports_are_rejected(finished: Path, tmp_path: Path, monkeyp
     assert not (tmp_path / "model.onnx").exists()
 
 
-def test_a_cell_cannot_break_a_table() -> None:
-    assert _table(("a", "b"), [("x|y", "1\n2")]) == "| a | b |\n|---|---|\n| x\\|y | 1 2 |"
+NAMES = ("<img src=x onerror=alert(1)>", "[lung](javascript:alert(1))", "a|b\n# c", "`x` **y** ~~z~~ &lt;", "__x__ \\")
+
+
+def test_class_names_are_neither_html_nor_links_in_the_card(tmp_path: Path) -> None:
+    """The card is rendered as the hub and GitHub do, with HTML allowed."""
+    markdown = pytest.importorskip("markdown_it")
+    trainer = make_trainer(small(), NAMES, (1, 8, 8))
+    weights = trainer.named(Message(trainer.weights.dump())) | trainer.frozen()
+    write_model(tmp_path / "model.safetensors", weights, describe_model(small(), trainer, np.full(5, 0.4), 1))
+    card = export(load_model(tmp_path / "model.safetensors"), "safetensors", tmp_path / "out")[1].read_text()
+    tokens = markdown.MarkdownIt("commonmark", {"html": True}).enable("table").parse(card.split("---\n", 2)[2])
+    inline = [child for token in tokens for child in token.children or ()]
+    kinds = {token.type for token in (*tokens, *inline)}
+    assert not kinds & {"html_block", "html_inline", "link_open", "image", "strong_open", "em_open", "s_open"}
+    shown = [token.content for token in inline if token.type == "text"]
+    for name in NAMES:
+        assert " ".join(name.split()) in " ".join("".join(shown).split()), name

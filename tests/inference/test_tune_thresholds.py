@@ -15,6 +15,8 @@ from fedmll import load_model, load_run, run
 from fedmll.cli.main import app
 from fedmll.core.errors import ConfigError
 from fedmll.evaluation.metrics import evaluate
+from fedmll.evaluation.thresholds import format_threshold
+from fedmll.inference.export import export
 from fedmll.inference.tune_thresholds import tune
 from fedmll.runs.run_folder import MODEL_FILE
 
@@ -81,8 +83,6 @@ def test_reported_f1_equals_the_f1_of_the_samples(folder: Path) -> None:
 
 def test_calibrated_probabilities_are_used_everywhere(folder: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    from fedmll.inference.export import export
-
     images = np.random.default_rng(0).integers(
         0, 256, (5, *load_model(folder / MODEL_FILE).sample_shape), dtype=np.uint8
     )
@@ -136,6 +136,61 @@ def test_tune_command(folder: Path) -> None:
     ):
         assert word in done.output.replace("\n", " ")
     assert load_model(folder / MODEL_FILE).description["thresholds_for"] == "conformal_recall=0.9"
+
+
+def card_of(folder: Path) -> tuple[str, dict[str, list[str]]]:
+    """The card that `fedmll export` writes, and the rows of its tables by their first cell."""
+    done = CliRunner().invoke(app, ["export", str(folder), "--to", "safetensors", "--out", str(folder / "export")])
+    assert done.exit_code == 0, done.output
+    text = (folder / "export" / "README.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return text, {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("calibrate", ["none", "platt"])
+def test_card_and_command_show_what_tuned_thresholds_give_on_the_test_data(folder: Path, calibrate: str) -> None:
+    done = CliRunner().invoke(app, ["tune", str(folder), "--for", "precision=0.7", "--calibrate", calibrate])
+    assert done.exit_code == 0, done.output
+    saved = load_run(folder)
+    kept, thresholds = saved.predictions(), saved.model.tuned_thresholds
+    assert thresholds is not None
+    text, rows = card_of(folder)
+    alone = export(saved.model, "safetensors", folder / "alone")[1].read_text()
+    stored = saved.model.description["threshold_results"]
+    f1 = []
+    for column, name in enumerate(kept.classes):  # by a plain loop over the test data
+        present, said = kept.targets[:, column] == 1, kept.probabilities[:, column] > thresholds[column]
+        hits = (present & said).sum()
+        shares = [hits / present.sum(), hits / max(1, said.sum()), 2 * hits / (present.sum() + said.sum())]
+        f1.append(shares[2])
+        percent = [f"{100 * share:.2f}" for share in shares]
+        assert rows[name][:4] == [format_threshold(thresholds[column]), *percent]
+        assert rows[name][-2] == str(present.sum()) == str(stored["positives"][column])
+        np.testing.assert_allclose(
+            [stored[key][column] for key in ("recall", "precision", "f1")], np.multiply(100, shares)
+        )
+        line = next(line for line in done.output.split("on the test data")[1].splitlines() if f" {name} " in line)
+        assert [cell.strip() for cell in line.strip("│┃ ").split("│")][2:] == [
+            str(present.sum()),
+            *(f"{100 * share:.1f}" for share in shares),
+        ]
+        assert f"| {name} | {format_threshold(thresholds[column])} | {percent[0]} |" in alone
+    value, interval = rows["macro_f1_tuned"]
+    assert float(value) == pytest.approx(100 * np.mean(f1), abs=0.006)
+    low, high = map(float, interval.split(" … "))
+    assert low <= float(value) <= high
+    assert float(rows["macro_f1"][0]) == pytest.approx(
+        evaluate(kept.probabilities, kept.targets, kept.classes).values["macro_f1"], abs=0.006
+    )
+    assert ("not calibrated" in text) is (calibrate == "none") and ("were calibrated" in text) is (calibrate == "platt")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.34214, "0.3421"), (0.000012341, "0.00001234"), (1 - 1.2341e-7, "0.9999998766"), (1.0, "1"), (-0.5, "-0.5")],
+)
+def test_thresholds_near_0_and_1_keep_their_digits(value: float, text: str) -> None:
+    assert format_threshold(value) == text
 
 
 def test_tune_command_lists_the_accepted_values(folder: Path) -> None:

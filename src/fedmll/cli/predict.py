@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fedmll.evaluation.metrics import Confusion
     from fedmll.inference.image_predictions import ImagePrediction
     from fedmll.inference.load import SavedRun
     from fedmll.inference.model_file import SavedModel
@@ -247,22 +248,29 @@ def tune(
 
     with warnings_of(PluginWarning):
         found = tuned.tune(load_run(folder, plugins=plugins), goal, calibrate)
-    measured = (
-        found.thresholds,
-        100 * found.confusion.recall,
-        100 * found.confusion.precision,
-        100 * found.confusion.f1,
-    )
-    rows = [
-        (name, f"{threshold:.4f}", *(f"{value:.1f}" for value in values))
-        for name, threshold, *values in zip(found.classes, *measured, strict=True)
-    ]
-    header = ("class", "threshold", "recall, %", "precision, %", "F1, %")
-    print_table(f"thresholds for {goal}, on the validation data", header, rows)
+
+    def print_results(title: str, confusion: Confusion) -> None:
+        shares = (100 * confusion.recall, 100 * confusion.precision, 100 * confusion.f1)
+        rows = [
+            (name, thresholds.format_threshold(threshold), f"{positives:.0f}", *(f"{value:.1f}" for value in values))
+            for name, threshold, positives, *values in zip(
+                found.classes, found.thresholds, confusion.positives, *shares, strict=True
+            )
+        ]
+        print_table(title, ("class", "threshold", "positives", "recall, %", "precision, %", "F1, %"), rows)
+
+    print_results(f"thresholds for {goal}, on the validation data that they were chosen on", found.confusion)
     if goal.startswith("conformal_recall"):
         say(thresholds.GUARANTEE)
+    if found.test is None:
+        say("there is no test data: what the thresholds give on other data is not known")
+    else:
+        print_results("the same thresholds on the test data", found.test)
+        say(f"macro F1 on the test data: {100 * mean_of_defined(found.test.f1):.2f} %")
     errors_now = [f"{mean_of_defined(found.before.error):.2f} %"]
     if found.after is not None:
         errors_now.append(f"{mean_of_defined(found.after.error):.2f} % calibrated (on the data it was fitted to)")
+    if found.test_reliability is not None:
+        errors_now.append(f"{mean_of_defined(found.test_reliability.error):.2f} % on the test data")
     say(f"expected calibration error, mean over classes: {', '.join(errors_now)}")
     say(f"written into {folder / 'model.safetensors'}")

@@ -193,6 +193,15 @@ class Confusion:
         # A class that has positives but is never predicted: scikit-learn's zero_division=0.
         self.precision = np.where(self.positives > 0, tp / np.maximum(tp + fp, 1), np.nan)
 
+    @classmethod
+    def at_thresholds(
+        cls, scores: NDArray[np.floating], targets: NDArray[np.int8], thresholds: NDArray[np.floating]
+    ) -> Confusion:
+        """Of (N, C) samples with the prediction p > threshold."""
+        present, absent, above = targets == 1, targets == 0, scores > thresholds
+        cells = (absent & ~above, absent & above, present & ~above, present & above)
+        return cls(np.array([cell.sum(axis=0) for cell in cells], np.float64))
+
     def pooled(self) -> Confusion:
         """All classes as one."""
         return Confusion(self.cells.sum(axis=-1, keepdims=True))

@@ -10,6 +10,7 @@ A prediction is p > threshold everywhere. A threshold is therefore just below th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -115,6 +116,12 @@ def confusion_at(counts: Ints, thresholds: Floats) -> Confusion:
     above = np.nextafter(thresholds, -1)[:, None] <= THRESHOLDS  # 0.5 is the edge itself: its bin counts too
     (hits, alarms), (positives, negatives) = (counts * above).sum(axis=2), counts.sum(axis=2)
     return Confusion(np.stack([negatives - alarms, alarms, positives - hits, hits]).astype(np.float64))
+
+
+def format_threshold(value: float) -> str:
+    """With four significant digits of the distance to 0 or 1, whichever is nearer: 0.3421, 0.00001234, 0.9999987654."""
+    distance = min(value, 1 - value)
+    return f"{value:g}" if distance <= 0 else f"{value:.{max(4, 3 - math.floor(math.log10(distance)))}f}"
 
 
 def _check_share(name: str, value: float, counts: Ints) -> Ints:

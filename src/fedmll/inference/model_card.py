@@ -1,19 +1,32 @@
-"""The model card: README.md with metadata for the Hugging Face hub. It says what is known and what is not."""
+"""The model card: README.md with metadata for the Hugging Face hub. It says what is known and what is not.
+
+All figures are those of the model in the file, with its thresholds and its calibration. They are computed from the
+stored predictions for the test data, so a value and its interval belong together.
+"""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fedmll.core import registry
+from fedmll.core.text import printable
 from fedmll.evaluation.bootstrap import CONFIDENCE, DRAWS, bootstrap_intervals
-from fedmll.evaluation.metric_definitions import CLASS_COLUMNS, HEADLINE, metrics_in
+from fedmll.evaluation.metric_definitions import HEADLINE, metrics_in
+from fedmll.evaluation.metrics import Confusion, accuracy, evaluate
+from fedmll.evaluation.thresholds import DEFAULT_THRESHOLD, format_threshold
 from fedmll.inference.load import SavedRun
 from fedmll.inference.model_file import SavedModel
+from fedmll.inference.tune_thresholds import describe_results
 from fedmll.runs.formatting import format_number
-from fedmll.runs.run_folder import PREDICTIONS_FILE
+from fedmll.runs.run_folder import PER_CLASS_FILE
 
 # The six principles of FUTURE-AI (Lekadir et al., BMJ 2025), and what this file can say about each
 FUTURE_AI = {
@@ -26,32 +39,78 @@ FUTURE_AI = {
     "Explainability": "The most confident mistakes: `fedmll errors RUN`. Not assessed: whether explanations help.",
 }
 
+COLUMNS = {
+    "recall": "recall, %",
+    "precision": "precision, %",
+    "f1": "F1, %",
+    "ap": "AP, %",
+    "auc": "AUC, %",
+    "positives": "positives",
+    "known": "known",
+}  # of the table of classes, after the threshold that recall, precision and F1 belong to
+MARKUP = re.compile(r"[\\`*\[\]|~!]|:(?=//)|(?<![^\W_])_|_(?![^\W_])")  # inside a word _ means nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestFigures:
+    """The figures of a run's model on its test data.
+
+    Attributes:
+        values: the metrics of `HEADLINE`, in percent.
+        intervals: their 95 % intervals; metrics of the clients have none.
+        per_class: columns with one value per class, in percent or counts.
+        unit: what the bootstrap draws: patients or samples. Empty if no predictions for test data were stored.
+    """
+
+    values: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    per_class: dict[str, Sequence[float]]
+    unit: str
+
 
 def build_model_card(source: SavedRun | SavedModel, file: str) -> str:
     """The card as Markdown. For a run it has metrics with intervals; for a model file alone it has none."""
     run = source if isinstance(source, SavedRun) else None
     model = source.model if isinstance(source, SavedRun) else source
-    intervals = {} if run is None else _intervals(run, model)
+    figures = None if run is None else compute_figures(run, model)
     parts = [
-        _front_matter(model, run),
-        f"# {model.description['method']} on {_data(model)}",
+        _front_matter(model, figures),
+        f"# {_text(model.description['method'])} on {_text(_data(model))}",
         _description(model, file),
         _use(model, file),
         _data_section(model, run),
-        _metrics(run, intervals),
-        _classes(model, run),
+        _metrics(figures),
+        _classes(model, figures),
         _limitations(model),
-        "## FUTURE-AI\n\n" + _table(("principle", "what is known"), list(FUTURE_AI.items())),
+        "## FUTURE-AI\n\n" + _table(("principle", "what is known"), list(FUTURE_AI.items()), raw=True),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _intervals(run: SavedRun, model: SavedModel) -> dict[str, tuple[float, float]]:
-    if not run.folder.has(PREDICTIONS_FILE):
-        return {}  # a federation whose server has no test data
-    kept = run.predictions()
-    return bootstrap_intervals(
-        kept.probabilities, kept.targets, kept.classes, run.summary["seed"], kept.patients, model.tuned_thresholds
+def compute_figures(run: SavedRun, model: SavedModel) -> TestFigures:
+    kept, thresholds = run.test_predictions, model.tuned_thresholds
+    names = [name for name in metrics_in(HEADLINE) if _defined(run.metrics.get(name))]
+    if kept is None:  # a federation whose server has no test data; its figures do not depend on thresholds
+        table = run.folder.read_table(PER_CLASS_FILE)
+        shown = [name for name in ("ap", "auc", "positives", "known") if table and name in table[0]]
+        return TestFigures(
+            values={name: run.metrics[name] for name in names},
+            intervals={},
+            per_class={name: [row[name] for row in table] for name in shown},
+            unit="",
+        )
+    report = evaluate(kept.probabilities, kept.targets, kept.classes, thresholds)
+    values = report.values | {"accuracy": accuracy(kept.probabilities, kept.targets)[0]}
+    cut = np.full(len(kept.classes), DEFAULT_THRESHOLD) if thresholds is None else thresholds
+    at_cut = Confusion.at_thresholds(kept.probabilities, kept.targets, cut)
+    return TestFigures(
+        values={name: values.get(name, run.metrics[name]) for name in names},
+        intervals=bootstrap_intervals(
+            kept.probabilities, kept.targets, kept.classes, run.summary["seed"], kept.patients, thresholds
+        ),
+        per_class={name: report.per_class[name].tolist() for name in ("ap", "auc", "positives", "known")}
+        | describe_results(at_cut),
+        unit="samples" if kept.patients is None else "patients",
     )
 
 
@@ -60,7 +119,7 @@ def _data(model: SavedModel) -> str:
     return name
 
 
-def _front_matter(model: SavedModel, run: SavedRun | None) -> str:
+def _front_matter(model: SavedModel, figures: TestFigures | None) -> str:
     """YAML. Values are quoted as in JSON, which is a part of YAML."""
     images = len(model.sample_shape) == 3
     name = f"{model.description['method']} on {_data(model)}"
@@ -70,11 +129,10 @@ def _front_matter(model: SavedModel, run: SavedRun | None) -> str:
         *(["pipeline_tag: image-classification"] if images else []),
         'tags: ["federated-learning", "multi-label", ' + json.dumps(model.description["method"]) + "]",
     ]
-    if run is not None:
+    if figures is not None:
         found = [
-            {"type": metric, "value": round(run.metrics[metric], 4), "name": f"{metric}, %"}
-            for metric in metrics_in(HEADLINE)
-            if _defined(run.metrics.get(metric))
+            {"type": metric, "value": round(value, 4), "name": f"{metric}, %"}
+            for metric, value in figures.values.items()
         ]
         dataset = {"name": _data(model), "type": _data(model), "split": "test"}
         kind = "image-classification" if images else "tabular-classification"
@@ -90,18 +148,19 @@ def _defined(value: float | None) -> bool:
 def _description(model: SavedModel, file: str) -> str:
     described = model.description
     method = registry.all_of("method").get(described["method"])
-    summary = f" ({method.summary})" if method is not None and method.summary else ""
+    summary = f" ({_text(method.summary)})" if method is not None and method.summary else ""
     training = model.experiment.training
     shape = " × ".join(map(str, model.sample_shape))
     text = (
         f"`{file}` predicts which of {len(model.classes)} classes a sample shows, with one probability per class. It "
-        f"was trained by the federated method `{described['method']}`{summary} with {described['clients']} clients; it "
-        f"is the model of round {described['round']}. Backbone `{model.experiment.model.backbone}`, head "
-        f"`{described['head']}`, input {shape}, loss `{training.loss}`, {training.optimizer} with lr {training.lr:g}."
+        f"was trained by the federated method {_text(described['method'])}{summary} with {described['clients']} "
+        f"clients; it is the model of round {described['round']}. Backbone {_text(model.experiment.model.backbone)}, "
+        f"head {_text(described['head'])}, input {shape}, loss {_text(training.loss)}, {training.optimizer} with lr "
+        f"{training.lr:g}."
     )
     if described["initial_weights"]:
-        text += f" Training started from the weights `{described['initial_weights']}`."
-    versions = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
+        text += f" Training started from the weights {_text(described['initial_weights'])}."
+    versions = ", ".join(_text(f"{name} {version}") for name, version in described["versions"].items())
     return f"{text} Written by {versions}."
 
 
@@ -131,72 +190,90 @@ def _sample(model: SavedModel) -> str:
 
 
 def _data_section(model: SavedModel, run: SavedRun | None) -> str:
-    text = f"## Data\n\n`{_data(model)}`"
+    text = f"## Data\n\n{_text(_data(model))}"
     if run is None:
         return text + ". The run's folder was not available: which client annotated which class is not known here."
     samples = run.summary["samples"]
     text += (
         f": {samples['train']} training, {samples['validation']} validation and {samples['test']} test samples; "
-        f"training data divided by `{model.experiment.partition.kind}` among {run.summary['clients']} clients, "
-        f"annotation `{model.experiment.annotation.kind}`."
+        f"training data divided by {_text(model.experiment.partition.kind)} among {run.summary['clients']} clients, "
+        f"annotation {_text(model.experiment.annotation.kind)}."
     )
     annotating: Mapping[str, int] = run.summary.get("annotating_clients", {})
     rows = [(name, f"{count} of {run.summary['clients']}") for name, count in annotating.items()]
     return text + ("\n\n" + _table(("class", "clients that annotate it"), rows) if rows else "")
 
 
-def _metrics(run: SavedRun | None, intervals: Mapping[str, tuple[float, float]]) -> str:
-    if run is None:
+def _metrics(figures: TestFigures | None) -> str:
+    if figures is None:
         return "## Metrics\n\nNot available here: they are in the run's folder."
     rows = []
-    for name in metrics_in(HEADLINE):
-        if _defined(run.metrics.get(name)):
-            low, high = intervals.get(name, (math.nan, math.nan))
-            rows.append((name, format_number(run.metrics[name]), f"{format_number(low)} … {format_number(high)}"))
+    for name, value in figures.values.items():
+        low, high = figures.intervals.get(name, (math.nan, math.nan))
+        interval = f"{format_number(low)} … {format_number(high)}" if _defined(low) else "–"
+        rows.append((name, format_number(value), interval))
     table = _table(("metric", "test, %", "interval"), rows)
-    if not intervals:
+    if not figures.intervals:
         return f"## Metrics\n\n{table}\n\nWithout intervals: no predictions for test data were stored."
-    whose = "patients" if run.predictions().patients is not None else "samples"
-    note = f"Intervals: {CONFIDENCE:.0%}, bootstrap over test {whose}, {DRAWS} draws; not over seeds."
-    return f"## Metrics\n\n{table}\n\n{note}"
+    return (
+        f"## Metrics\n\n{table}\n\nIntervals: {CONFIDENCE:.0%}, bootstrap over test {figures.unit}, {DRAWS} draws; not "
+        "over seeds. macro_f1, micro_f1 and bacc predict p > 0.5; macro_f1_tuned predicts p > the threshold of the "
+        "class."
+    )
 
 
-def _classes(model: SavedModel, run: SavedRun | None) -> str:
+def _classes(model: SavedModel, figures: TestFigures | None) -> str:
+    """One row per class. F1, precision and recall are at the threshold in the row."""
+    columns: Mapping[str, Sequence[Any]] = model.description.get("threshold_results") or {}
+    if figures is not None:
+        columns = figures.per_class
     tuned = model.tuned_thresholds
-    cut = ["–"] * len(model.classes) if tuned is None else [f"{value:.4f}" for value in tuned]
+    cut = [DEFAULT_THRESHOLD] * len(model.classes) if tuned is None else tuned.tolist()
+    texts = {
+        COLUMNS[name]: [str(value) if isinstance(value, int) else format_number(value) for value in columns[name]]
+        for name in COLUMNS
+        if name in columns
+    }
+    texts = {"class": list(model.classes), "threshold": list(map(format_threshold, cut)), **texts}
+    rows = list(zip(*texts.values(), strict=True))
     goal = model.description.get("thresholds_for") or "f1"
-    text = f"Threshold: chosen on the validation data for {goal}. F1, precision and recall are at 0.5."
-    if model.calibration is not None:
-        text += " Probabilities were calibrated afterwards, on the same data; F1, precision and recall are from before."
-    if run is None:
-        table = _table(("class", "threshold"), list(zip(model.classes, cut, strict=True)))
-        return f"## Classes\n\n{table}\n\n{text}"
-    shown = [name for name in CLASS_COLUMNS if name in run.class_table()[0]]
-    rows = [
-        (
-            row["class"],
-            *(f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in shown),
-            limit,
-        )
-        for row, limit in zip(run.class_table(), cut, strict=True)
-    ]
-    return f"## Classes\n\n{_table(('class', *shown, 'threshold'), rows)}\n\n{text}"
+    text = (
+        "No thresholds were chosen: there was no validation data."
+        if tuned is None
+        else f"The thresholds were chosen on the validation data, for {goal}."
+    )
+    if "f1" in columns:
+        text += " Recall, precision and F1 are those of the prediction p > threshold on the test data."
+    if "positives" in columns:
+        text += " A class with few positives has uncertain figures."
+    return f"## Classes\n\n{_table(list(texts), rows)}\n\n{text}"
 
 
 def _limitations(model: SavedModel) -> str:
+    calibrated = (
+        "They are not calibrated."
+        if model.calibration is None
+        else "They were calibrated after training, on the validation data, and all figures above are of calibrated "
+        "probabilities."
+    )
     return (
         "## Limits\n\nFor research; not a medical device. The model knows these classes only: an image that shows "
-        "none of them, or that differs from the training data, gets probabilities too. They are not calibrated. "
+        f"none of them, or that differs from the training data, gets probabilities too. {calibrated}"
         + (
-            "Thresholds were tuned on validation data of the same federation."
+            " Thresholds were tuned on validation data of the same federation."
             if model.tuned_thresholds is not None
-            else "No thresholds were tuned: there was no validation data."
+            else ""
         )
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _text(value: object) -> str:
+    """Text as Markdown shows it: a class name can be neither HTML nor a link, image, emphasis or code."""
+    return MARKUP.sub(r"\\\g<0>", html.escape(printable(value), quote=False))
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], raw: bool = False) -> str:
     def line(cells: Sequence[Any]) -> str:
-        return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        return "| " + " | ".join(str(cell) if raw else _text(cell) for cell in cells) + " |"
 
     return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])

@@ -46,6 +46,16 @@ class PixelScale(BaseModel):
     std: list[float]
 
 
+class ThresholdResults(BaseModel):
+    """What the thresholds give on the test data, one value per class; shares in percent, None where undefined."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    positives: list[int]
+    recall: list[float | None]
+    precision: list[float | None]
+    f1: list[float | None]
+
+
 class ModelDescription(BaseModel):
     """The metadata of a model file: every key and its type."""
 
@@ -62,6 +72,7 @@ class ModelDescription(BaseModel):
     window: Pair | None
     thresholds: list[float] | None
     thresholds_for: str | None = None
+    threshold_results: ThresholdResults | None = None
     calibration: list[Pair] | None = None
     clients: Annotated[int, Field(ge=0)]
     round: Annotated[int, Field(ge=0)]
@@ -132,8 +143,9 @@ def check_complete(file: Path, description: Mapping[str, Any]) -> None:
             f"{file} is refused because its metadata has samples of shape {description['sample_shape']}, and at most "
             f"{MAX_SAMPLE:,} values are accepted; get the file again from whoever trained the model."
         )
-    for name in ("thresholds", "calibration"):
-        values = description.get(name)
+    one_per_class = {name: description.get(name) for name in ("thresholds", "calibration")}
+    one_per_class |= {f"threshold_results.{k}": v for k, v in (description.get("threshold_results") or {}).items()}
+    for name, values in one_per_class.items():
         if values is not None and len(values) != len(description["classes"]):
             raise ConfigError(
                 f"{file} is refused because its metadata has {len(values)} values of '{name}' for "
