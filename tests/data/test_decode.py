@@ -87,7 +87,7 @@ def test_an_image_that_cannot_be_decoded_does_not_stop_the_others() -> None:
     files = [good, b"no image", good[:600], good]
     found = decoded_images("key", lambda: encoded_files(files), None)
     assert list(found.unreadable) == [1, 2]
-    assert found.unreadable[1] == "not an image format that Pillow reads"
+    assert found.unreadable[1] == "not an image in a supported format"
     assert "truncated" in found.unreadable[2]
     assert np.array_equal(found.store[0], found.store[3])
     assert found.store[0].any()
@@ -161,10 +161,11 @@ def tiff(values: np.ndarray) -> bytes:
 def test_32_bit_images_need_a_window_and_the_error_proposes_one(kind: type) -> None:
     files = [tiff(np.array([[-1000, 0], [500, 3000]], kind)), encode(random_pixels(2, 2))]
     found = decoded_images("key", lambda: encoded_files(files), None)
-    assert list(found.unreadable) == [0]
-    assert found.unreadable[0].endswith("all values are in --set 'data.window=[-1000.0,3000.0]'")
+    assert found.window_problem is not None and found.window_problem.startswith("1 of 2 images need a window: image 0.")
+    assert "from -1000 to 3000, and" in found.window_problem
+    assert found.window_problem.endswith("for example --set 'data.window=[-1000.0,3000.0]'.")
     read = decoded_images("key", lambda: encoded_files(files), None, ReadingOptions(window=(-1000, 1000)))
-    assert not read.unreadable
+    assert not read.unreadable and read.window_problem is None
     assert read.store[0, 0].tolist() == [[0, 128], [192, 255]]
 
 
@@ -177,8 +178,7 @@ def test_nan_pixels_become_black() -> None:
 def test_window_of_16_bit_images_is_not_used_for_32_bit_images() -> None:
     files = [*deep_images(4095), tiff(np.ones((2, 2), np.float32))]
     found = decoded_images("key", lambda: encoded_files(files), None)
-    assert list(found.unreadable) == [1]
-    assert found.window is None, "stored with the experiment it would make the second readable"
+    assert found.window_problem is not None and "1 of 2 images need a window" in found.window_problem
 
 
 def test_window_for_8_bit_images_is_rejected() -> None:

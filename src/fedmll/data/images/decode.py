@@ -31,8 +31,15 @@ from fedmll.data.images.cache import (
     no_progress,
     store_json,
 )
-from fedmll.data.images.formats import GREY_MODES, IMAGE_ERRORS, WIDE_MODES, find_images, open_image
-from fedmll.data.images.problems import Problems
+from fedmll.data.images.formats import (
+    GREY_MODES,
+    IMAGE_ERRORS,
+    WIDE_MODES,
+    describe_image_error,
+    find_images,
+    open_image,
+)
+from fedmll.data.images.problems import Problems, abbreviate
 
 LARGEST_NATIVE_SIDE = 128  # images that all have one size up to this keep it
 DEFAULT_SIDE = 112  # other images become squares of this side by default
@@ -88,14 +95,21 @@ class ImageScan:
             return reading.window
         return (0.0, float(2 ** max(8, self.brightest.bit_length()) - 1)) if self.deep else None
 
-    def rejected(self, reading: ReadingOptions) -> dict[int, str]:
-        """The images that cannot be used, with the reason."""
+    def rejected(self, reading: ReadingOptions) -> set[int]:
+        """The positions of images that cannot be decoded: unreadable, or in need of a window that is not given."""
+        return {*self.unreadable, *(self.wide if reading.window is None else ())}
+
+    def window_problem(self, reading: ReadingOptions, images: EncodedImages) -> str | None:
+        """What to do about images that are readable, but need a window."""
         if reading.window is not None or not self.wide:
-            return dict(self.unreadable)
-        proposed = reading.how_to_set("window", [float(f"{value:g}") for value in self.wide_range])
-        first, *others = self.wide
-        reasons = {first: f"32-bit pixels: say which values are black and white; all values are in {proposed}"}
-        return self.unreadable | reasons | dict.fromkeys(others, "32-bit pixels")
+            return None
+        low, high = (float(f"{value:g}") for value in self.wide_range)
+        names = abbreviate([images.name(position) for position in self.wide], 1)
+        return (
+            f"{len(self.wide)} of {images.count} images need a window: {names}. Their values are rescaled (DICOM) or "
+            f"32-bit numbers, from {low:g} to {high:g}, and nothing says which of them are black and white. Give both "
+            f"values, for example {reading.how_to_set('window', [low, high])}."
+        )
 
     def notes(self, sides: tuple[int, int], window: Window | None) -> tuple[str, ...]:
         """Notes for the user."""
@@ -115,6 +129,7 @@ class DecodedImages:
     unreadable: dict[int, str]  # position → reason
     window: Window | None  # used for pixels of more than 8 bits
     notes: tuple[str, ...]
+    window_problem: str | None  # if images need a window that was not given; they are black
 
 
 def window_note(window: Window | None) -> tuple[str, ...]:
@@ -167,10 +182,9 @@ def decoded_images(
 
     store = cached_array(pixels, prepare, progress, "decoding images")
     late = {int(place): reason for place, reason in cached_json(f"{pixels}-failures", dict).items()}
-    unreadable = dict(sorted((rejected | late).items()))
-    # The window of 16-bit images must not be stored and later be used for 32-bit images that were skipped.
-    known = None if scan.wide and reading.window is None else window
-    return DecodedImages(store, unreadable, known, scan.notes(sides, window))
+    unreadable = dict(sorted((scan.unreadable | late).items()))
+    problem = scan.window_problem(reading, encoded()) if scan.wide and reading.window is None else None
+    return DecodedImages(store, unreadable, window, scan.notes(sides, window), problem)
 
 
 def decode_into(
@@ -238,13 +252,15 @@ class LazyImages:
         return images
 
     def _image(self, row: int) -> NDArray[np.uint8]:
-        source = self.read(row)
+        source = None
         try:
+            source = self.read(row)
             return decode_image(source, self.shape[1:])
         except IMAGE_ERRORS as error:
             name = f"'{source}'" if isinstance(source, Path) else "an image inside a file"
+            reason = describe_image_error(error)
             raise DataError(
-                f"{name} cannot be decoded ({error}). Replace it and continue with `fedmll resume`."
+                f"{name} cannot be decoded ({reason}). Replace it and continue with `fedmll resume`."
             ) from None
 
 
@@ -359,7 +375,7 @@ def map_images(
             except IMAGE_ERRORS as error:
                 if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the image
                     raise DataError(f"{images.name(position)} cannot be read: {error.strerror}.") from None
-                failures[position] = _reason(error)
+                failures[position] = describe_image_error(error)
         return results
 
     chunks = [range(start, min(start + CHUNK, images.count)) for start in range(0, images.count, CHUNK)]
@@ -387,9 +403,3 @@ def _scan_from_json(values: dict[str, Any]) -> ImageScan:
 
 def _format_sides(sides: tuple[int, int]) -> str:
     return f"{sides[1]} × {sides[0]}"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, Image.UnidentifiedImageError):  # its message repeats the path
-        return "not an image format that Pillow reads"
-    return str(error) or type(error).__name__

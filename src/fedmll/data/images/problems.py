@@ -46,12 +46,20 @@ def abbreviate(examples: Sequence[str], named: int = NAMED) -> str:
 
 
 def check_readable(
-    count: int, name: Callable[[int], str], unreadable: Mapping[int, str], reading: ReadingOptions, problems: Problems
+    count: int,
+    name: Callable[[int], str],
+    unreadable: Mapping[int, str],
+    reading: ReadingOptions,
+    problems: Problems,
+    window_problem: str | None = None,
 ) -> tuple[NDArray[np.int64], list[str]]:
     """The positions of the readable images and the names of the skipped ones; raises all problems found so far.
 
-    Unreadable images are a problem too, unless the user allows to skip them (`data.skip_unreadable`).
+    Unreadable images are a problem too, unless the user allows to skip them (`data.skip_unreadable`). Images that only
+    need a window are never skipped.
     """
+    if window_problem is not None:
+        problems.add(window_problem)
     named = [f"{name(place)} ({reason})" for place, reason in unreadable.items()]
     if not reading.skip_unreadable or len(named) == count:
         problems.add_unreadable(named, count)

@@ -40,7 +40,7 @@ from fedmll.core.registry import register
 from fedmll.data.dataset import PRESENT, Dataset, Splits
 from fedmll.data.images.cache import content_key, image_folder
 from fedmll.data.images.decode import DEFAULT_SIDE, LARGEST_NATIVE_SIDE, LazyImages
-from fedmll.data.images.formats import open_image
+from fedmll.data.images.formats import IMAGE_ERRORS, check_pixels, describe_image_error, open_image
 from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.sources.base import Source, SourceRequest, data_missing
 from fedmll.data.sources.labelled_images import check_exist
@@ -139,8 +139,8 @@ def _sides(first: Any, size: tuple[int, int] | None) -> tuple[tuple[int, int], t
         try:
             with open_image(first) as image:
                 width, height = image.size
-        except (OSError, SyntaxError) as error:
-            raise DataError(f"'{first}' cannot be decoded ({error}). Replace it.") from None
+        except IMAGE_ERRORS as error:
+            raise DataError(f"'{first}' cannot be decoded ({describe_image_error(error)}). Replace it.") from None
     native = max(height, width) <= LARGEST_NATIVE_SIDE
     sides = size or ((height, width) if native else (DEFAULT_SIDE, DEFAULT_SIDE))
     if sides == (height, width):
@@ -315,9 +315,9 @@ def pixels_reader(
         opened[os.getpid()] = archive
         image, _, place = images[row].decode().rpartition(SEPARATOR)
         part = archive[parts[int(split[row])]]
-        if place:
-            return np.asarray(part[users[row].decode()]["images"][int(place)])
-        return np.asarray(part[image]["image"])
+        found = part[users[row].decode()]["images"] if place else part[image]["image"]
+        check_pixels(*found.shape[-3:-1])  # before it is inflated
+        return np.asarray(found[int(place)] if place else found)
 
     return read
 

@@ -60,11 +60,10 @@ def load(request: SourceRequest) -> Splits:
     problems.report()
     values = [value for piece in pieces for value in _read(piece, column)[column].to_pylist()]
     classes, labels = _labels(values, _names(schema, column), column, problems)
-    images = decoded_images(
-        _key(files), lambda: _encoded(pieces, image), request.size, request.reading, request.progress
-    )
+    encoded = _encoded(pieces, image)
+    images = decoded_images(_key(files), lambda: encoded, request.size, request.reading, request.progress)
     kept, skipped = check_readable(
-        len(labels), _encoded(pieces, image).name, images.unreadable, request.reading, problems
+        len(labels), encoded.name, images.unreadable, request.reading, problems, images.window_problem
     )
     samples = Dataset(images.store, labels, classes)
     split = np.repeat([piece.split for piece in pieces], [piece.rows for piece in pieces]).astype(np.int8)

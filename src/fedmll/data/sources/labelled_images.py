@@ -65,7 +65,9 @@ def decode_table(
     key = content_key("folder", *(f"{path.absolute()}\x1f{bytes_}\x1f{time}" for path, (bytes_, time) in files))
     encoded = encoded_images(table)
     images = decoded_images(key, lambda: encoded, size, reading, progress)
-    kept, skipped = check_readable(encoded.count, encoded.name, images.unreadable, reading, table.problems)
+    kept, skipped = check_readable(
+        encoded.count, encoded.name, images.unreadable, reading, table.problems, images.window_problem
+    )
     notes = (*images.notes, *describe_skipped(table.missing, skipped))
     return LabelledImages(table.select_rows(kept), images.store, kept, images.window, notes)
 

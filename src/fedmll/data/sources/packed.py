@@ -16,6 +16,7 @@ import io
 import tempfile
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,8 +73,9 @@ def load(request: SourceRequest) -> Splits:
         files=arrays["name"].astype(str) if "name" in arrays else None,
     )
     split = _split(arrays)
+    problems, unreadable = Problems(where), images.unreadable
     kept, skipped = check_readable(
-        len(samples), lambda i: _name(file, arrays, i), images.unreadable, request.reading, Problems(where)
+        len(samples), partial(_name, file, arrays), unreadable, request.reading, problems, images.window_problem
     )
     splits = make_splits(
         samples.subset(kept), None if split is None else split[kept], where, request.require_positives, group
@@ -167,14 +169,14 @@ def pack(
         table.problems.report()
     images = encoded_images(table)
     scan = scan_images(images, progress)
-    window, failures = scan.window(reading), scan.rejected(reading)
+    window, problem = scan.window(reading), scan.window_problem(reading, images)
+    failures, rejected = dict(scan.unreadable), scan.rejected(reading)
     out.parent.mkdir(parents=True, exist_ok=True)
     # The unnamed file disappears with the process; the images never have to fit into memory.
     with tempfile.TemporaryFile(dir=out.parent) as jpegs, atomic_replace(out) as temporary:
-        offset = _write_jpegs(images, jpegs, size, window, failures, progress)
-        kept, skipped = check_readable(
-            images.count, images.name, dict(sorted(failures.items())), reading, table.problems
-        )
+        offset = _write_jpegs(images, jpegs, size, window, rejected, failures, progress)
+        unreadable = dict(sorted(failures.items()))
+        kept, skipped = check_readable(images.count, images.name, unreadable, reading, table.problems, problem)
         table = table.select_rows(kept)
         arrays: dict[str, NDArray[np.generic]] = {
             "jpeg": np.memmap(jpegs, dtype=np.uint8, mode="r"),
@@ -195,11 +197,10 @@ def _write_jpegs(
     file: IO[bytes],
     size: int | None,
     window: Window | None,
+    rejected: set[int],
     failures: dict[int, str],
     progress: Progress,
 ) -> NDArray[np.int64]:
-    rejected = set(failures)
-
     def encode(position: int) -> bytes:
         if position in rejected:
             return b""

@@ -63,19 +63,20 @@ def check_site_data(site: Site, progress: Progress = no_progress) -> SiteDataSum
         table.problems.report()
     encoded = encoded_images(table)
     scan = scan_images(encoded, progress)
-    window, failures = scan.window(site.reading), scan.rejected(site.reading)
+    window, problem = scan.window(site.reading), scan.window_problem(site.reading, encoded)
+    failures, rejected = dict(scan.unreadable), scan.rejected(site.reading)
 
     blank = np.zeros(len(table.paths), dtype=bool)
 
     def decode(position: int) -> None:
-        if position not in failures:
+        if position not in rejected:
             with open_image(encoded.read(position)) as image:
                 low, high = as_8_bit(image, "L", window).getextrema()
             blank[position] = low == high
 
     run_all(map_images(encoded, decode, progress, "checking images", failures))
     unreadable = dict(sorted(failures.items()))
-    kept, skipped = check_readable(len(table.paths), encoded.name, unreadable, site.reading, table.problems)
+    kept, skipped = check_readable(len(table.paths), encoded.name, unreadable, site.reading, table.problems, problem)
     notes = (*window_note(window), *describe_skipped(table.missing, skipped))
     if len(kept) and blank[kept].all():
         raise _all_blank_error(site)
