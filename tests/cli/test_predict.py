@@ -54,7 +54,7 @@ def test_predict_a_folder_of_images(fedmll, trained: Path, images: Path, tmp_pat
     code, out, error = fedmll("predict", trained, "images", "--threshold", "tuned", "--out", "p.csv")
     assert code == 0, error
     assert "images/below/c.png" in out and "all probabilities written to p.csv" in out
-    assert "warning: 1 of 4 images cannot be read: images/broken.jpg (not an image format that Pillow reads)." in error
+    assert "warning: 1 of 4 images cannot be read: images/broken.jpg (not an image in a supported format)." in error
     assert "warning: 1 other files of the folders were left out (.txt)." in error
     saved = load_run(trained)
     kept, tuned = saved.predictions().probabilities[:3], saved.model.tuned_thresholds
@@ -106,7 +106,7 @@ def test_named_pipe_does_not_stop_predict(trained: Path, images: Path) -> None:
     command = [sys.executable, "-m", "fedmll", "predict", str(trained), str(images / "pipe.png"), str(images / "a.png")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "1 of 2 images cannot be read" in done.stderr and "(not a file)" in done.stderr
+    assert "1 of 2 images cannot be read" in done.stderr and "(it is not a regular file" in done.stderr
 
 
 @pytest.mark.parametrize("ending", ["csv", "json", "parquet"])
@@ -140,7 +140,7 @@ def test_predict_other_output_files_and_known_labels(fedmll, trained: Path, imag
     first, second = json.loads((tmp_path / "p.json").read_text())
     assert first["predicted"][0] == "two" and len(first["predicted"]) == 2
     assert first["probabilities"]["two"] == 1 and first["probabilities"]["five"] == 0
-    assert second == {"image": "images/broken.jpg", "unreadable": "not an image format that Pillow reads"}
+    assert second == {"image": "images/broken.jpg", "unreadable": "not an image in a supported format"}
     parquet = pytest.importorskip("pyarrow.parquet")
     assert fedmll(*words, "--out", "p.parquet")[0] == 0
     table = parquet.read_table(tmp_path / "p.parquet").to_pylist()
@@ -151,7 +151,7 @@ def test_predict_other_output_files_and_known_labels(fedmll, trained: Path, imag
 
 
 def test_impossible_predictions_are_errors(fedmll, trained: Path, images: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    refused(fedmll("predict", trained, "images/broken.jpg", "--out", "p.csv"), "1 of 1 images cannot be read", "Pillow")
+    refused(fedmll("predict", trained, "images/broken.jpg", "--out", "p.csv"), "1 of 1 images cannot be read", "format")
     refused(fedmll("predict", trained, "nowhere.png"), "nowhere.png (No such file or directory)")
     assert not (tmp_path / "p.csv").exists()
     good = ("predict", trained, "images/a.png")

@@ -268,7 +268,7 @@ def test_images_are_predicted_in_order_and_unreadable_ones_have_a_reason(picture
     reasons = {path.name: pixels for path, pixels in found if isinstance(pixels, str)}
     assert reasons.keys() == {"11.png", "13.png", "14.png", "missing.png"}
     assert (
-        reasons["13.png"] == "not an image format that Pillow reads"
+        reasons["13.png"] == "not an image in a supported format"
         and reasons["missing.png"] == "No such file or directory"
     )
     assert "more than 8 bits" in reasons["14.png"]

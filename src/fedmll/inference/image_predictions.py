@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,12 +16,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from fedmll.core import files
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.images.decode import Window, decode_image
-from fedmll.data.images.formats import DICOM_ENDINGS, WIDE_MODES, open_image
+from fedmll.data.images.formats import IMAGE_ENDINGS, IMAGE_ERRORS, WIDE_MODES, describe_image_error, open_image
 
 Pixels = NDArray[np.uint8]
 
@@ -72,36 +70,28 @@ def decode_batches(
 def read_pixels(path: Path, shape: tuple[int, int, int], window: Window | None) -> Pixels | str:
     """The same pixels as in training, or the reason why there are none."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # to open a named pipe would wait for somebody who writes into it
-            return "not a file"
         if window is None:
             with open_image(path) as image:
                 if image.mode.startswith("I;16") or image.mode in WIDE_MODES:
                     return "it has more than 8 bits per pixel, and the model was trained on 8-bit images"
         return decode_image(path, shape, window)
-    except Image.UnidentifiedImageError:
-        return "not an image format that Pillow reads"
-    except OSError as error:
-        return error.strerror or str(error)
-    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return str(error) or type(error).__name__
+    except IMAGE_ERRORS as error:
+        return describe_image_error(error)
 
 
 def find_images(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
     """The images: files as they are, and for each folder all images in it and below it, sorted; and the other files of
     these folders, whose names do not end like those of images."""
-    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    endings |= set(DICOM_ENDINGS)
     images: list[Path] = []
     others: list[Path] = []
     for path in paths:
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file())
-            found = [file for file in inside if file.suffix.lower() in endings]
+            found = [file for file in inside if file.suffix.lower() in IMAGE_ENDINGS]
             if not found:
                 raise DataError(f"The folder {display_path(path)} holds no images.")
             images += found
-            others += [file for file in inside if file.suffix.lower() not in endings]
+            others += [file for file in inside if file.suffix.lower() not in IMAGE_ENDINGS]
         else:
             images.append(path)
     return images, others
