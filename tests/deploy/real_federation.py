@@ -53,14 +53,16 @@ class World:
         options += ["--keys", str(self.consortium.keys), "--out", str(self.out)]
         return self.start("server", "server", file, *options, "--min-clients", "2", "--join-timeout", "120", *more)
 
-    def join(self, name: str, key: str | None = None, log: str | None = None, *more: str) -> subprocess.Popen[bytes]:
+    def join(
+        self, name: str, key: str | None = None, log: str | None = None, *more: str, server: str | None = None
+    ) -> subprocess.Popen[bytes]:
         home = self.consortium.folder
         options: list[str | Path] = ["--name", name, "--csv", home / name / "labels.csv", "--images", home / "images"]
         options += ["--state-dir", self.folder / f"memory-{log or name}", "--patience", "100", "--device", "cpu"]
         options += [] if "--approve" in more else ["--approve", self.digest]
         if "--insecure" not in more:
             options += ["--ca", self.consortium.keys / "ca.crt", "--key", self.consortium.keys / f"{key or name}.key"]
-        return self.start(log or name, "join", f"localhost:{self.port}", *options, *more)
+        return self.start(log or name, "join", server or f"localhost:{self.port}", *options, *more)
 
     def said(self, log: str) -> str:
         path = self.folder / f"{log}.log"

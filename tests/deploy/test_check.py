@@ -22,8 +22,9 @@ from fedmll.core.errors import DataError
 from fedmll.deploy.experiment_for_sites import build_setup, resolve_for_sites
 from fedmll.deploy.security import certificates, client_keys
 from fedmll.deploy.server.serve import study_digest
-from fedmll.deploy.site import check, join
+from fedmll.deploy.site import check
 from fedmll.deploy.site.check import SiteCheck, check_site
+from fedmll.deploy.site.server_access import ServerAccess
 from fedmll.deploy.site.site_config import Site, read_site_file, write_site_file
 from fedmll.deploy.site.site_data import load_site_data, read_site_labels
 
@@ -203,29 +204,27 @@ def test_keys_server_and_clock(site: Site, tmp_path: Path) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_port}"
     try:
-        found = check_site(site, access=join.ServerAccess(server=address, ca=None, key=private, patience=0))
+        found = check_site(site, access=ServerAccess(server=address, ca=None, key=private, patience=0))
         assert results_for(found, "server") == [("ok", f"{address} answers")]
         ((level, text),) = results_for(found, "clock")
         assert level == "error"
         assert "ahead of the server's" in text
-        found = check_site(
-            site, access=join.ServerAccess(server=address, ca=folder / "ca.crt", key=private, patience=0)
-        )
+        found = check_site(site, access=ServerAccess(server=address, ca=folder / "ca.crt", key=private, patience=0))
         assert "does not use TLS" in results_for(found, "server")[0][1]
         assert results_for(found, "keys")[0][0] == "ok"
     finally:
         server.shutdown()
         server.server_close()
-    found = check_site(site, access=join.ServerAccess(server=address, ca=folder / "ca.crt", key=private, patience=0))
+    found = check_site(site, access=ServerAccess(server=address, ca=folder / "ca.crt", key=private, patience=0))
     assert "not reachable" in results_for(found, "server")[0][1]
     private.chmod(0o644)
     (tmp_path / "bad.key").write_text("no key")
-    found = check_site(site, access=join.ServerAccess(server=address, ca=folder / "none.crt", key=private, patience=0))
+    found = check_site(site, access=ServerAccess(server=address, ca=folder / "none.crt", key=private, patience=0))
     assert any(level == "error" and f"chmod 600 {private}" in text for level, text in results_for(found, "keys"))
     assert any("none.crt does not exist" in text for _, text in results_for(found, "keys"))
     assert not results_for(found, "server")
     (tmp_path / "bad.key").chmod(0o600)
-    found = check_site(site, access=join.ServerAccess(server=address, ca=private, key=tmp_path / "bad.key", patience=0))
+    found = check_site(site, access=ServerAccess(server=address, ca=private, key=tmp_path / "bad.key", patience=0))
     assert [
         next(word for word in ("not a key", "not a certificate") if word in text)
         for _, text in results_for(found, "keys")
@@ -237,7 +236,7 @@ def test_certificates_that_expire(site: Site, tmp_path: Path, monkeypatch: pytes
     for days, level in ((0, "error"), (20, "warning"), (400, "ok")):
         monkeypatch.setattr("fedmll.deploy.security.certificates.CA_DAYS", days + 0.5)
         certificates.create_server_certificate(folder / str(days), ["localhost"])
-        access = join.ServerAccess(server=free(), ca=folder / str(days) / "ca.crt", key=None, patience=0)
+        access = ServerAccess(server=free(), ca=folder / str(days) / "ca.crt", key=None, patience=0)
         assert results_for(check_site(site, access=access), "keys") == [(level, f"ca.crt expires in {days} days")]
 
 

@@ -22,7 +22,8 @@ from fedmll.deploy.security import client_keys
 from fedmll.deploy.security.audit_log import FILE, AuditLog, verify_audit_log
 from fedmll.deploy.server import exclusions, serve, server_settings
 from fedmll.deploy.server.server_settings import ServerSettings
-from fedmll.deploy.site.join import ServerAccess, audit_join
+from fedmll.deploy.site.join import audit_join
+from fedmll.deploy.site.server_access import ServerAccess
 from fedmll.runs.run_folder import RunFolder
 
 

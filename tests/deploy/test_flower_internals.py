@@ -40,7 +40,7 @@ NAMES = {
     "flwr.supercore.inflatable.inflatable_utils": "ObjectPullError inflate_object_from_contents pull_objects",
     "flwr.supercore.interceptors": "RuntimeTokenHttpInterceptor RuntimeVersionHttpInterceptor "
     "SuperExecAuthHttpInterceptor",
-    "flwr.supercore.primitives.asymmetric": "bytes_to_public_key verify_signature",
+    "flwr.supercore.primitives.asymmetric": "bytes_to_public_key sign_message verify_signature",
     "flwr.supercore.protobuf.client": "ProtobufClient ProtobufClientInterceptor",
     "flwr.supercore.runtime": "RuntimeHttpClient",
     "flwr.supercore.task_identity": "TaskIdentity",

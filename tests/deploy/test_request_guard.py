@@ -25,9 +25,18 @@ from flwr.supercore.primitives.asymmetric import sign_message
 
 from fedmll.deploy import error_codes
 from fedmll.deploy.flower import flower_internals, request_guard
-from fedmll.deploy.flower.request_guard import INSTANCE_HEADER, ClientAuthenticator, RequestGuard
+from fedmll.deploy.flower.request_guard import (
+    INSTANCE_HEADER,
+    SIGNATURE_HEADER,
+    ClientAuthenticator,
+    RequestGuard,
+    sign_request,
+)
 from fedmll.deploy.security import client_keys
 from fedmll.deploy.security.private_keys import load_private_key
+
+SERVER = "5e" * 32  # the fingerprint of a certificate
+PULL, OBJECT = "/v1/fleet/pull-messages", "/v1/fleet/push-object"
 
 
 class Caller:
@@ -38,7 +47,10 @@ class Caller:
         self.public = client_keys.load_public_keys(folder, [name])[name]
         self.said: list[str] = []
         self.authenticator = ClientAuthenticator(
-            nodes={name: self.public}, notify=self.said.append, revoked_file=folder / client_keys.REVOKED_FILE
+            nodes={name: self.public},
+            server=SERVER,
+            notify=self.said.append,
+            revoked_file=folder / client_keys.REVOKED_FILE,
         )
         self.reached: list[bytes] = []
         self.guard = RequestGuard(self.app, self.authenticator)
@@ -57,6 +69,10 @@ class Caller:
         }
         return found | {name.replace("_", "-"): value for name, value in more.items()}
 
+    def signed(self, path: str, headers: dict[str, str], *pieces: bytes, server: str = SERVER) -> dict[str, str]:
+        """The headers with a signature for this server, path and body."""
+        return headers | sign_request(self.key, server, path, b"".join(pieces), headers["flwr-timestamp"])
+
     def call(
         self, path: str, headers: dict[str, str], *pieces: bytes, guarded: RequestGuard | None = None
     ) -> tuple[int, dict[str, Any], int]:
@@ -68,6 +84,8 @@ class Caller:
     ) -> tuple[int, dict[str, Any], int]:
         sent: list[dict[str, Any]] = []
         left = list(pieces) or [b""]
+        if headers and SIGNATURE_HEADER not in headers:
+            headers = self.signed(path, headers, *pieces)
 
         async def receive() -> dict[str, Any]:
             piece = left.pop(0)
@@ -88,9 +106,6 @@ def caller(tmp_path: Path) -> Caller:
     return Caller(tmp_path)
 
 
-PULL, OBJECT = "/v1/fleet/pull-messages", "/v1/fleet/push-object"
-
-
 def test_a_request_of_a_member_is_passed_on_with_its_body(caller: Caller) -> None:
     assert caller.call(PULL, caller.headers(), b"on", b"e")[0] == 200
     assert caller.reached == [b"one"]
@@ -101,8 +116,12 @@ def test_a_request_of_a_member_is_passed_on_with_its_body(caller: Caller) -> Non
     "spoilt",
     [
         lambda h: {},
-        lambda h: h | {"flwr-signature": b64encode(b"x").decode()},
-        lambda h: h | {"flwr-signature": "not base64!"},
+        lambda h: h | {"fedmll-signature": b64encode(b"x").decode()},
+        lambda h: h | {"fedmll-signature": "not base64!"},
+        lambda h: h | {"fedmll-signature": h["flwr-signature"]},  # of the time only
+        lambda h: h | {"fedmll-server": "0" * 64},
+        lambda h: h | {"fedmll-body-sha256": "0" * 64},
+        lambda h: {name: value for name, value in h.items() if name != "fedmll-server"},
         lambda h: h | {"flwr-timestamp": "yesterday"},
         lambda h: h | {"flwr-timestamp": h["flwr-timestamp"][:-1] + "9"},
         lambda h: h | {"flwr-public-key": b64encode(b"-----BEGIN").decode()},
@@ -111,10 +130,26 @@ def test_a_request_of_a_member_is_passed_on_with_its_body(caller: Caller) -> Non
 def test_nothing_of_a_strangers_body_is_read(
     caller: Caller, spoilt: Callable[[dict[str, str]], dict[str, str]]
 ) -> None:
-    status, told, read = caller.call(OBJECT, spoilt(caller.headers()), b"x" * 10, b"x")
+    status, told, read = caller.call(
+        OBJECT, spoilt(caller.signed(OBJECT, caller.headers(), b"x" * 11)), b"x" * 10, b"x"
+    )
     assert (status, read, caller.reached) == (401, 0, [])
     assert told["detail"] == "fedmll rejects: unknown"
     assert caller.said == []  # a stranger writes nothing into the operator's log
+
+
+def test_signed_headers_are_valid_for_one_server_path_and_body(caller: Caller) -> None:
+    """Before, the headers of any request could be used again: at another server, for another path and body."""
+    assert caller.call(PULL, caller.signed(PULL, caller.headers(), b"one"), b"one")[0] == 200
+    for path, body in ((OBJECT, b"one"), (request_guard.DEACTIVATE, b"one"), (PULL, b"two"), (PULL, b"")):
+        status, told, _ = caller.call(path, caller.signed(PULL, caller.headers(), b"one"), body)
+        assert (status, told["detail"]) == (401, "fedmll rejects: unknown"), (path, body)
+    assert caller.said == []
+    captured = caller.signed(PULL, caller.headers(), b"one", server="0e" * 32)  # what another server has received
+    status, told, read = caller.call(PULL, captured, b"one")
+    assert (status, told["detail"], read) == (401, "fedmll rejects: server", 0)
+    assert caller.said == ["site-a is rejected: its request is for a server with another certificate"]
+    assert caller.reached == [b"one"]
 
 
 def test_the_signature_of_another_member_is_rejected(caller: Caller, tmp_path: Path) -> None:
@@ -147,7 +182,7 @@ def test_a_body_that_does_not_arrive_times_out(caller: Caller, monkeypatch: pyte
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    raw = [(name.encode(), value.encode()) for name, value in caller.headers().items()]
+    raw = [(name.encode(), value.encode()) for name, value in caller.signed(PULL, caller.headers()).items()]
     asyncio.run(caller.guard({"type": "http", "path": PULL, "headers": raw}, receive, send))
     assert sent[0]["status"] == 408
     assert (b"connection", b"close") in sent[0]["headers"]

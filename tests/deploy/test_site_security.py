@@ -35,7 +35,14 @@ from fedmll.core.text import confirm_at_terminal, printable
 from fedmll.data.fingerprint import LARGEST_READ, compute_digest
 from fedmll.data.images.cache import cache_folder, cached_array, image_cache_in, image_folder
 from fedmll.deploy import experiment_for_sites, file_references
-from fedmll.deploy.error_codes import SiteError, SiteErrorCode, error_code
+from fedmll.deploy.error_codes import (
+    FLOWER_ERROR_CODE,
+    RejectionCode,
+    SiteError,
+    SiteErrorCode,
+    error_code,
+    format_rejection,
+)
 from fedmll.deploy.experiment_for_sites import StudySetup
 from fedmll.deploy.flower import child_processes, client_app, executor
 from fedmll.deploy.flower.client_app import BYE, HELLO, join_state
@@ -44,6 +51,7 @@ from fedmll.deploy.security import client_keys
 from fedmll.deploy.server import rehearsal
 from fedmll.deploy.site import join, site_data, site_folder, worker
 from fedmll.deploy.site.memory_estimate import estimate_memory
+from fedmll.deploy.site.server_access import ServerAccess, ServerAnswer
 from fedmll.deploy.site.site_config import Site, SiteLimits, read_site_file, write_site_file
 from fedmll.deploy.site.site_data import SiteDataSummary
 from fedmll.deploy.site.worker import SiteWorker
@@ -90,13 +98,13 @@ def test_prepared_images_are_written_to_the_sites_cache_only(tmp_path: Path) -> 
 def test_join_deletes_prepared_images_also_when_it_fails(
     consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(where: Site, access: join.ServerAccess, show: Any) -> None:
+    def fail(where: Site, access: ServerAccess, show: Any) -> None:
         (where.state_dir / "cache").mkdir()
         (where.state_dir / "cache" / "images.npy").write_bytes(b"x")
         raise FederationError("gone")
 
     monkeypatch.setattr(join, "_serve", fail)
-    access, where = join.ServerAccess(server="localhost:1", ca=None, key=None), make_site_c(consortium, tmp_path)
+    access, where = ServerAccess(server="localhost:1", ca=None, key=None), make_site_c(consortium, tmp_path)
     for keep in (False, True):
         with pytest.raises(FederationError, match="gone"):
             join.join(replace(where, keep_cache=keep), access, print)
@@ -620,7 +628,8 @@ def joined(monkeypatch: pytest.MonkeyPatch, turns: list[dict[str, Any]]) -> list
 
     monkeypatch.setattr(executor, "TaskExecutor", FakeExecutor)
     monkeypatch.setattr(child_processes, "ChildProcess", FakeChild)
-    monkeypatch.setattr(join, "wait_for_server", lambda access, show: None)
+    answer = ServerAnswer(certificate="", clock_offset=None)
+    monkeypatch.setattr(join, "wait_for_server", lambda access, show: answer)
     monkeypatch.setattr(join, "RESTART_SECONDS", 0)
     monkeypatch.setattr(join, "FLUSH_SECONDS", 0)
     return said
@@ -631,9 +640,7 @@ def test_forged_end_message_does_not_end_a_join(
 ) -> None:
     turns = [{"executor_ended": True, "run_ended": False}, {"executor_ended": True, "run_ended": True}]
     said = joined(monkeypatch, turns)
-    join.join(
-        make_site_c(consortium, tmp_path), join.ServerAccess(server="localhost:1", ca=None, key=None), said.append
-    )
+    join.join(make_site_c(consortium, tmp_path), ServerAccess(server="localhost:1", ca=None, key=None), said.append)
     assert turns == []  # the first was not believed
     assert said[-2] == "the run is over"
     assert "audit.jsonl: the last hash is" in said[-1]
@@ -644,15 +651,35 @@ def test_join_that_nobody_approved_ends(
 ) -> None:
     said = joined(monkeypatch, [{"executor_ended": False, "not_approved": "The experiment was not approved."}])
     with pytest.raises(FederationError, match="was not approved"):
-        join.join(
-            make_site_c(consortium, tmp_path), join.ServerAccess(server="localhost:1", ca=None, key=None), said.append
-        )
+        join.join(make_site_c(consortium, tmp_path), ServerAccess(server="localhost:1", ca=None, key=None), said.append)
+
+
+def test_renewed_certificate_of_the_server_is_used_and_another_one_on_the_way_is_reported(
+    consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server rejects requests that are signed for another certificate than its own."""
+    turns = [{"executor_ended": False}, {"executor_ended": True, "run_ended": True}]
+    said = joined(monkeypatch, turns)
+    rejections = [f"[code: {FLOWER_ERROR_CODE}] {format_rejection(RejectionCode.SERVER)}", ""]
+    monkeypatch.setattr(FakeChild, "read_log", lambda child: rejections.pop(0))
+    certificates = ["old", "new"]
+    monkeypatch.setattr(
+        join, "wait_for_server", lambda *_: ServerAnswer(certificate=certificates.pop(0), clock_offset=None)
+    )
+    access = ServerAccess(server="localhost:1", ca=None, key=None)
+    join.join(make_site_c(consortium, tmp_path), access, said.append)
+    assert turns == []
+    turns += [{"executor_ended": False, "run_ended": False}]
+    rejections[:] = [f"[code: {FLOWER_ERROR_CODE}] {format_rejection(RejectionCode.SERVER)}"]
+    certificates += ["other", "other"]
+    with pytest.raises(FederationError, match="ends the TLS connection, for example a reverse proxy"):
+        join.join(make_site_c(consortium, tmp_path), access, said.append)
 
 
 def test_join_names_a_missing_file(consortium: Consortium, tmp_path: Path) -> None:
     where = make_site_c(consortium, tmp_path, local_files=(tmp_path / "gone.pth",))
     with pytest.raises(ConfigError, match=r"gone\.pth does not exist \(--weights\)"):
-        join.join(where, join.ServerAccess(server="localhost:1", ca=None, key=None), print)
+        join.join(where, ServerAccess(server="localhost:1", ca=None, key=None), print)
 
 
 def test_site_file_is_read_as_it_was_written(consortium: Consortium, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 
 from fedmll.deploy.flower import request_guard
 from fedmll.deploy.flower.child_processes import SuperLinkSettings, find_free_port, write_secret
-from fedmll.deploy.flower.request_guard import INSTANCE_HEADER
+from fedmll.deploy.flower.request_guard import INSTANCE_HEADER, sign_request
 from fedmll.deploy.flower.superlink import SuperLinkConnection, run_superlink
 from fedmll.deploy.security import certificates, client_keys
 from fedmll.deploy.security.private_keys import load_private_key
@@ -41,10 +41,12 @@ class Member:
         self.key = load_private_key((folder / f"{name}.key").read_bytes())
         self.public = client_keys.load_public_keys(folder, [name])[name].encode()
         self.instance = instance
+        assert link.certificate is not None
+        self.server = certificates.certificate_fingerprint(Path(link.certificate).read_bytes())
         trust = ssl.create_default_context(cafile=link.ca)
         self.http = httpx.Client(verify=trust, base_url=f"https://127.0.0.1:{link.port}", timeout=20)
 
-    def headers(self, ahead: float = 0.0) -> dict[str, str]:
+    def headers(self, path: str, body: bytes, ahead: float = 0.0) -> dict[str, str]:
         when = (datetime.now(UTC) + timedelta(seconds=ahead)).isoformat()
         return {
             "content-type": PROTOBUF_MEDIA_TYPE,
@@ -52,10 +54,11 @@ class Member:
             "flwr-timestamp": when,
             "flwr-signature": b64encode(sign_message(self.key, when.encode())).decode(),
             INSTANCE_HEADER: self.instance,
-        }
+        } | sign_request(self.key, self.server, path, body, when)
 
     def post(self, what: str, request: Any, ahead: float = 0.0) -> httpx.Response:
-        return self.http.post(f"/v1/fleet/{what}", content=request.SerializeToString(), headers=self.headers(ahead))
+        path, body = f"/v1/fleet/{what}", request.SerializeToString()
+        return self.http.post(path, content=body, headers=self.headers(path, body, ahead))
 
     def activate(self, ahead: float = 0.0) -> httpx.Response:
         return self.post("activate-node", ActivateNodeRequest(public_key=self.public, heartbeat_interval=30.0), ahead)
@@ -125,7 +128,9 @@ def test_request_sizes_of_members_are_limited(world: World, own: SuperLinkConnec
     member = world.member("site-a")
     long = [b"x" * 2**20] * 40  # chunked: nothing is declared
     try:
-        answer = member.http.post("/v1/fleet/push-object", content=iter(long), headers=member.headers())
+        answer = member.http.post(
+            "/v1/fleet/push-object", content=iter(long), headers=member.headers("/v1/fleet/push-object", b"".join(long))
+        )
     except httpx.TransportError:
         return  # it hung up while we were sending
     assert answer.status_code == 413
@@ -153,6 +158,24 @@ def test_a_clock_that_is_wrong_is_named_at_both_ends(world: World, own: SuperLin
     assert answer.status_code == 401
     assert answer.json()["detail"] == "fedmll rejects: clock 20"
     assert "site-b is rejected: its clock is 20 s ahead of the server's" in world.heard(own)
+
+
+def test_captured_headers_open_no_other_server_and_no_other_path(
+    world: World, own: SuperLinkConnection, tmp_path: Path
+) -> None:
+    """An operator of another federation, whom the same site joins with the same key, uses its headers here."""
+    certificates.create_server_certificate(tmp_path, [])
+    member, elsewhere = world.member("site-b", "3"), world.member("site-b", "3")
+    elsewhere.server = certificates.certificate_fingerprint((tmp_path / "server.crt").read_bytes())
+    answer = elsewhere.activate()
+    assert (answer.status_code, answer.json()["detail"]) == (401, "fedmll rejects: server")
+    assert "site-b is rejected: its request is for a server with another certificate" in world.heard(own)
+    path, body = "/v1/fleet/pull-messages", PullMessagesRequest(node=NodeProto(node_id=1)).SerializeToString()
+    captured = member.headers(path, body)
+    assert member.http.post("/v1/fleet/deactivate-node", content=body, headers=captured).status_code == 401
+    assert member.http.post(path, content=body + body, headers=captured).status_code == 401
+    only_flowers = {name: value for name, value in captured.items() if name != "fedmll-signature"}
+    assert member.http.post(path, content=body, headers=only_flowers).status_code == 401
 
 
 def test_a_client_cannot_reply_for_another(world: World, own: SuperLinkConnection) -> None:

@@ -32,7 +32,7 @@ from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.network import is_address
 
 if TYPE_CHECKING:
-    from fedmll.deploy.site.join import ServerAccess
+    from fedmll.deploy.site.server_access import ServerAccess
     from fedmll.deploy.site.site_config import Site
     from fedmll.deploy.site.validate import ModelValidation
 
@@ -88,7 +88,7 @@ class SiteOptions:
     def access(self, name: str, server: str, patience: float = 0) -> ServerAccess:
         """How the server is reached."""
         from fedmll.deploy.security.private_keys import read_passphrase
-        from fedmll.deploy.site.join import ServerAccess
+        from fedmll.deploy.site.server_access import ServerAccess
 
         if self.insecure:
             return ServerAccess(server=server, ca=None, key=None, patience=patience)

@@ -30,6 +30,7 @@ class RejectionCode(StrEnum):
     TWICE = "twice"
     REVOKED = "revoked"
     UNKNOWN = "unknown"
+    SERVER = "server"
     # when the client introduces itself (membership.py)
     NAME = "name"
     VALIDATING = "validating"
@@ -84,35 +85,39 @@ def format_rejection(code: RejectionCode, seconds: float | None = None) -> str:
     return f"fedmll rejects: {code}" + ("" if seconds is None else f" {round(seconds)}")
 
 
-def explain_rejection(log: str, server: str, name: str, key: object) -> str | None:
-    """Explain the port's last rejection in the log of a SuperNode, for the client's user; None if there is none."""
+def explain_rejection(log: str, server: str, name: str, key: object) -> tuple[RejectionCode, str] | None:
+    """The port's last rejection in the log of a SuperNode, and a text for the client's user; None if there is none."""
     found = REJECTION.findall(log)
     if not found:
         return None
     code, seconds = found[-1]
-    if code == RejectionCode.CLOCK:
-        offset = int(seconds or 0)
-        direction = "ahead of" if offset > 0 else "behind"
-        return (
-            f"The clock of this machine is {abs(offset)} s {direction} the server's, so the server takes its messages "
-            "for old ones. Set the clock (timedatectl set-ntp true, or ask your administrator), then join again."
-        )
-    if code == RejectionCode.TWICE:
-        return (
+    offset = int(seconds or 0)
+    texts = {
+        RejectionCode.CLOCK: (
+            f"The clock of this machine is {abs(offset)} s {'ahead of' if offset > 0 else 'behind'} the server's, so "
+            "the server takes its messages for old ones. Set the clock (timedatectl set-ntp true, or ask your "
+            "administrator), then join again."
+        ),
+        RejectionCode.TWICE: (
             f"Another program is connected to {server} with the same key ({key}), so this one is rejected. Stop the "
             "other program first. If it is not yours, tell the server's operator: the key must be revoked and replaced."
-        )
-    if code == RejectionCode.REVOKED:
-        return (
+        ),
+        RejectionCode.REVOKED: (
             f"The operator of {server} has revoked this key ({key}). Create a new one with `fedmll keys rotate {name}` "
             "and send its .pub file."
-        )
-    if code == RejectionCode.UNKNOWN:
-        return (
+        ),
+        RejectionCode.UNKNOWN: (
             f"{server} does not know the key of {name}. Send the public key ({name}.pub, created by `fedmll keys new "
             f"{name}`) to its operator, who puts it into the server's folder of keys and restarts the server."
-        )
-    return None
+        ),
+        RejectionCode.SERVER: (
+            f"The certificate that this site sees at {server} is not the one of the federation's server: something "
+            "between them ends the TLS connection, for example a reverse proxy. Tell the server's operator: TLS must "
+            "be passed through unchanged."
+        ),
+    }
+    known = next((each for each in texts if each == code), None)
+    return None if known is None else (known, texts[known])
 
 
 class SiteErrorCode(StrEnum):

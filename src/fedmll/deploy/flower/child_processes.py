@@ -29,6 +29,7 @@ from typing import Any
 
 from fedmll.core.errors import ConfigError, FederationError
 from fedmll.core.processes import end_with_parent
+from fedmll.deploy.security.certificates import certificate_fingerprint
 from fedmll.deploy.security.private_keys import load_private_key, without_passphrase
 
 START_SECONDS = 60
@@ -70,6 +71,7 @@ class SuperNodeSettings:
     ca: str | None = None  # None: insecure
     key: str | None = None
     passphrase: str | None = None  # of the key
+    server_certificate: str = ""  # the fingerprint of the server's certificate, for which requests are signed
 
 
 class ChildProcess:
@@ -229,7 +231,13 @@ def _run_superlink(settings: SuperLinkSettings) -> None:
     set_process_limits()
     authenticator = None
     if not settings.insecure:
-        authenticator = ClientAuthenticator(nodes=settings.nodes, notify=notices.write, revoked_file=revoked_file)
+        assert settings.certificate is not None
+        authenticator = ClientAuthenticator(
+            nodes=settings.nodes,
+            server=certificate_fingerprint(Path(settings.certificate).read_bytes()),
+            notify=notices.write,
+            revoked_file=revoked_file,
+        )
     uvicorn.run(
         RequestGuard(app, authenticator),
         host=settings.host,
@@ -287,30 +295,40 @@ def _run_supernode(settings: SuperNodeSettings) -> None:
         arguments += ["--auth-supernode-private-key", settings.key]
     encrypted = settings.passphrase is not None
     load_key = (lambda content, _: load_private_key(content, settings.passphrase)) if encrypted else None
-    flower_internals.run_supernode(arguments, ShortSleep, _add_instance_header, load_key)
+    flower_internals.run_supernode(
+        arguments, ShortSleep, lambda interceptor: _sign_requests(interceptor, settings.server_certificate), load_key
+    )
 
 
-def _add_instance_header(interceptor: Any) -> Any:
-    """Identify the start of this SuperNode in every request, so that two programs with one key can be distinguished.
+def _sign_requests(interceptor: Any, server: str) -> Any:
+    """Sign every request for this server, path and body, and identify the start of this SuperNode.
 
-    The reason for which the port rejects a request is written to the log, where `join` reads it.
+    Two programs with one key can be distinguished by the instance. The reason for which the port rejects a request is
+    written to the log, where `join` reads it.
     """
-    from fedmll.deploy.flower.flower_internals import FlowerError
-    from fedmll.deploy.flower.request_guard import INSTANCE_HEADER
+    from fedmll.deploy.flower.flower_internals import TIMESTAMP_HEADER, FlowerError
+    from fedmll.deploy.flower.request_guard import INSTANCE_HEADER, sign_request
 
     instance = secrets.token_hex(8)
 
-    class InstanceInterceptor(interceptor):
+    class SigningInterceptor(interceptor):
         def intercept(self, context: Any, call_next: Any) -> Any:
-            context.request.headers[INSTANCE_HEADER] = instance
-            response = super().intercept(context, call_next)
+            def sign_and_send(context: Any) -> Any:
+                request = context.request
+                headers = sign_request(
+                    self._private_key, server, request.url.path, request.read(), request.headers[TIMESTAMP_HEADER]
+                )
+                request.headers.update(headers | {INSTANCE_HEADER: instance})
+                return call_next(context)
+
+            response = super().intercept(context, sign_and_send)
             if response.status_code == 401:  # Flower ends without a message
                 error = FlowerError.from_json(response.text)
                 if error is not None:
                     print(f"[code: {error.code}] {error.message}", flush=True)
             return response
 
-    return InstanceInterceptor
+    return SigningInterceptor
 
 
 def main() -> None:

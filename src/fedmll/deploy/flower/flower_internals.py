@@ -55,6 +55,7 @@ from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor as RuntimeTo
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor as RuntimeVersionHttpInterceptor
 from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor as SuperExecAuthHttpInterceptor
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key as bytes_to_public_key
+from flwr.supercore.primitives.asymmetric import sign_message as sign_message
 from flwr.supercore.primitives.asymmetric import verify_signature as verify_signature
 from flwr.supercore.protobuf.client import ProtobufClient as ProtobufClient
 from flwr.supercore.protobuf.client import ProtobufClientInterceptor as ProtobufClientInterceptor

@@ -1,8 +1,9 @@
 """What the SuperLink's port accepts. All of it runs in the SuperLink's process, in front of Flower's HTTP app.
 
 - TimeoutProtocol closes connections that send nothing.
-- RequestGuard: Flower reads a whole request before it checks the sender. Here the headers must authenticate the client
-  first, and no body may be larger than such a request can be. Nodes reach the Fleet API, this machine the Runtime API,
+- RequestGuard: Flower reads a whole request before it checks the sender, and its signature covers the time only. Here
+  the headers must authenticate the client first, for this server, path, body and time (`sign_request`), and no body may
+  be larger than such a request can be. Nodes reach the Fleet API, this machine the Runtime API,
   and nobody anything else.
 - ReplyPushGuard: a client can reply only for itself, and with as many bytes as a valid reply has.
 - NoticeWriter passes notices for the operator to the server's process.
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import hashlib
 import json
 import os
 import resource
 import time
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -32,13 +34,13 @@ from fedmll.core.text import printable
 from fedmll.deploy.error_codes import FLOWER_ERROR_CODE, RejectionCode, format_rejection
 from fedmll.deploy.flower.flower_internals import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
-    FLEET_HTTP_SIGNATURE_HEADER,
     SUPERLINK_NODE_ID,
     SYSTEM_TIME_TOLERANCE,
     TIMESTAMP_HEADER,
     TIMESTAMP_TOLERANCE,
     bytes_to_public_key,
     now,
+    sign_message,
     stored_children,
     verify_signature,
 )
@@ -48,6 +50,9 @@ FLEET, RUNTIME = "/v1/fleet/", "/v1/runtime/"
 ACTIVATE, DEACTIVATE = FLEET + "activate-node", FLEET + "deactivate-node"
 LOOPBACK = ("127.0.0.1", "::1")
 INSTANCE_HEADER = "fedmll-instance"  # a different value for each start of a SuperNode
+SERVER_HEADER = "fedmll-server"  # the fingerprint of the certificate of the server that a request is for
+BODY_HEADER = "fedmll-body-sha256"
+SIGNATURE_HEADER = "fedmll-signature"
 
 SMALL, LISTS, OBJECT = 64 * 1024, 4 * 1024**2, 32 * 1024**2  # Flower splits tensors into objects of 5 MB
 MAX_BYTES = {
@@ -74,6 +79,25 @@ NOTICES_FILE = "notices.jsonl"
 App = Callable[..., Awaitable[None]]
 
 
+def sign_request(key: Any, server: str, path: str, body: bytes, timestamp: str) -> dict[str, str]:
+    """The headers that make a request valid at one server, for one path, one body and one time.
+
+    Args:
+        key: the client's private key.
+        server: the fingerprint of the server's certificate (`certificates.certificate_fingerprint`).
+        path: of the request.
+        body: of the request.
+        timestamp: as in Flower's own header.
+    """
+    digest = hashlib.sha256(body).hexdigest()
+    signature = sign_message(key, _signed_text(server, path, digest, timestamp))
+    return {SERVER_HEADER: server, BODY_HEADER: digest, SIGNATURE_HEADER: b64encode(signature).decode()}
+
+
+def _signed_text(server: str, path: str, body_digest: str, timestamp: str) -> bytes:
+    return json.dumps(["fedmll request", server, path, body_digest, timestamp]).encode()
+
+
 class RequestRejected(Exception):
     """A request is answered with this HTTP status and text."""
 
@@ -95,6 +119,7 @@ class ClientAuthenticator:
     """Identifies the client of a request by the signature in its headers, before anything else is read."""
 
     nodes: Mapping[str, str]  # name → public key (PEM)
+    server: str  # the fingerprint of this server's certificate
     notify: Callable[[str], None]  # passes a notice to the operator
     revoked_file: Path | None = None  # the list of revoked keys, which may grow while the server runs
     clock: Callable[[], datetime] = now
@@ -108,14 +133,15 @@ class ClientAuthenticator:
         self._revoked_version: tuple[int, int] | None = None  # time and size of the list that was read last
         self._revoked: frozenset[str] = frozenset()
 
-    def identify(self, headers: Mapping[str, str]) -> str:
+    def identify(self, headers: Mapping[str, str], path: str) -> str:
         """The name of the client; raises RequestRejected."""
         try:
             key = b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
-            signature = b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
-            timestamp = headers[TIMESTAMP_HEADER]
+            signature = b64decode(headers[SIGNATURE_HEADER], validate=True)
+            server, timestamp = headers[SERVER_HEADER], headers[TIMESTAMP_HEADER]
+            text = _signed_text(server, path, headers[BODY_HEADER], timestamp)
             name = self.names[key]  # before the signature, which is expensive to verify
-            if not verify_signature(bytes_to_public_key(key), timestamp.encode("ascii"), signature):
+            if not verify_signature(bytes_to_public_key(key), text, signature):
                 raise ValueError("the signature is wrong")
             age = (self.clock() - datetime.fromisoformat(timestamp)).total_seconds()
         except (KeyError, ValueError, TypeError, UnicodeError, OverflowError, binascii.Error):
@@ -123,6 +149,9 @@ class ClientAuthenticator:
         if fingerprint(key) in self._revoked_keys(name):
             self.notify(f"{name} is rejected: its key was revoked")
             raise RequestRejected(401, format_rejection(RejectionCode.REVOKED))
+        if server != self.server:
+            self.notify(f"{name} is rejected: its request is for a server with another certificate")
+            raise RequestRejected(401, format_rejection(RejectionCode.SERVER))
         if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
             direction = "ahead of" if age < 0 else "behind"
             if time.monotonic() - self.clock_notices.get(name, -CLOCK_SECONDS) >= CLOCK_SECONDS:
@@ -231,13 +260,17 @@ class RequestGuard:
             raise RequestRejected(403)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if path.startswith(FLEET) and self.authenticator is not None:
-            name = self.authenticator.identify(headers)
+            name = self.authenticator.identify(headers, path)
             await self.authenticator.register_program(name, headers.get(INSTANCE_HEADER, "")[:64], path)
         max_bytes, declared = MAX_BYTES.get(path, SMALL), headers.get("content-length", "0")
         if not declared.isdigit() or int(declared) > max_bytes:
             raise RequestRejected(413)
         async with asyncio.timeout(BODY_SECONDS):
-            return await _read_body(receive, max_bytes)
+            body = await _read_body(receive, max_bytes)
+        is_signed = path.startswith(FLEET) and self.authenticator is not None
+        if is_signed and body is not None and hashlib.sha256(body).hexdigest() != headers[BODY_HEADER]:
+            raise RequestRejected(401, format_rejection(RejectionCode.UNKNOWN))
+        return body
 
 
 async def _read_body(receive: Any, max_bytes: int) -> bytes | None:

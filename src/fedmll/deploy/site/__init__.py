@@ -1,6 +1,7 @@
 """A site of a real federation. Start with join.py and worker.py.
 
 join              `fedmll join`: connect to the server and serve it until the run is over
+server_access     how the server is reached: address, TLS, proxy, clock
 check             `fedmll check`: can this site join?
 validate          `fedmll validate`: test a model file on the site's data
 worker            what a site does for the server: introduce itself, train, evaluate, receive the model

@@ -28,8 +28,8 @@ from fedmll.data.images.labels_csv import PATIENT_COLUMNS, LabelTable
 from fedmll.data.images.problems import abbreviate
 from fedmll.deploy.security import certificates
 from fedmll.deploy.security.private_keys import UnsupportedAlgorithm, check_private_file, load_private_key
-from fedmll.deploy.site import join
-from fedmll.deploy.site.join import ServerAccess
+from fedmll.deploy.site import server_access
+from fedmll.deploy.site.server_access import ServerAccess
 from fedmll.deploy.site.site_config import Site
 from fedmll.deploy.site.site_data import SiteDataSummary, check_site_data, find_unknown_classes, read_site_labels
 
@@ -241,14 +241,14 @@ def _check_keys(access: ServerAccess) -> list[CheckResult]:
 def _check_server(access: ServerAccess) -> list[CheckResult]:
     """Whether the server answers, with a valid certificate, and whether the clocks agree."""
     try:
-        join.wait_for_server(access, lambda text: None)
+        offset = server_access.wait_for_server(access, lambda text: None).clock_offset
     except FedmllError as error:
         return [CheckResult("server", "error", str(error))]
     text = f"{access.server} answers" + ("" if access.ca is None else ", with a certificate of your CA")
-    results, offset = [CheckResult("server", "ok", text)], join.measure_clock_offset(access)
+    results = [CheckResult("server", "ok", text)]
     if offset is not None:
-        level: Level = "ok" if abs(offset) <= join.MAX_CLOCK_OFFSET else "error"
-        results.append(CheckResult("clock", level, join.describe_clock_offset(offset)))
+        level: Level = "ok" if abs(offset) <= server_access.MAX_CLOCK_OFFSET else "error"
+        results.append(CheckResult("clock", level, server_access.describe_clock_offset(offset)))
     return results
 
 
