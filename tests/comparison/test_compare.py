@@ -656,6 +656,41 @@ def test_centralized_is_not_ranked_in_the_latex_table(fake: FakeTraining, compar
     assert "not ranked: centralized, which has all data in one place." in text.splitlines()[0]
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "advice"),
+    [
+        ("summary.json", '{"metrics": {', "`fedmll resume grid/fedavg/seed-0` writes it again."),
+        ("summary.json", '{"metrics": {"map": "high"}}', "`fedmll resume grid/fedavg/seed-0` writes it again."),
+        ("experiment.toml", "seed = [", "experiment.toml"),
+        ("data_fingerprint.json", '{"training": 5}', "Restore it from a copy."),
+    ],
+)
+def test_damaged_file_of_one_run_does_not_end_the_comparison(
+    fake: FakeTraining, compare: Callable[..., Said], file: str, content: str, advice: str
+) -> None:
+    fake.out = Path("grid")
+    words = [*QUICK, "--methods", "fedavg,fedprox", "--seeds", "0,1", "--metrics", "macro_auc"]
+    assert compare(*words).code == 0
+    Path("grid/fedavg/seed-0", file).write_text(content)
+    Path("grid/fedprox/seed-1/summary.json").unlink()
+    fake.resumed = []
+    said = compare(*words)
+    assert said.code == 0 and fake.resumed == ["fedprox/seed-1"]
+    (line,) = (line for line in said.error.splitlines() if f"grid/fedavg/seed-0/{file}" in line)
+    assert line.startswith("warning: fedavg, seed 0: ") and advice in line
+    assert Path("grid/fedavg/seed-0", file).read_text() == content
+    if file != "data_fingerprint.json":
+        table = Path("grid/table.md").read_text()
+        assert (
+            "| fedavg | 51.00 (1 of 2) |" in table and f"- failed: fedavg, seed 0: grid/fedavg/seed-0/{file}" in table
+        )
+    if file == "summary.json":
+        assert compare(*words, "--retry-failed").code == 0
+        assert (
+            fake.resumed[1:] == ["fedavg/seed-0"] and "| fedavg | 50.50 ± 0.71 |" in Path("grid/table.md").read_text()
+        )
+
+
 # ---- from Python ----------------------------------------------------------------------------------------------------
 
 

@@ -355,6 +355,31 @@ def test_show_comparison_with_and_without_its_record(done: Path, tmp_path: Path,
     assert "cannot be read" not in said and "2 of 2" in said and "±" in said
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("comparison.json", "{"), ("comparison.json", "[" * 100_000), ("comparison.json", '{"rows": [{"label": 1}]}'),
+        ("fedavg/seed-0/summary.json", "{}"), ("fedavg/seed-0/summary.json", '{"metrics": 1}'),
+        ("fedavg/seed-0/metrics.jsonl", "x\n"), ("fedavg/seed-0/metrics.jsonl", "[1]\n"),
+        ("fedavg/seed-0/experiment.toml", "seed = 0"), ("fedavg/seed-0/predictions.npz", "x"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_named_by_show_and_report(
+    done: Path, tmp_path: Path, fedmll: Callable[..., Any], file: str, content: str
+) -> None:
+    shutil.copytree(done, tmp_path / "grid")
+    (tmp_path / "grid" / file).write_text(content)
+    name = Path(file).name
+    code, out, error = fedmll("show", "grid")
+    assert code == 0 and (name in out + error or name in ("metrics.jsonl", "predictions.npz"))
+    if file != "comparison.json":
+        code, out, error = fedmll("show", Path("grid", file).parent)
+        assert code == 0 and (name in out + error or name == "predictions.npz")
+    code, out, error = fedmll("report", "grid")
+    assert code == 0 and [line for line in error.splitlines() if name in line], error
+    assert name in (tmp_path / "report.html").read_text()
+
+
 def test_runs_lists_all_runs_and_names_unreadable_ones(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
     shutil.copytree(done / "fedavg", tmp_path / "runs" / "good")
     broken = {"toml": "seed = [", "values": 'seed = 0\n[data]\nname = "x"\n', "folder": "\x00"}

@@ -64,6 +64,8 @@ def _show_run(run: RunRecord) -> None:
     if run.is_finished:
         show_site_metrics(run.folder.path)
     _explain([run])
+    for reason in run.damaged:
+        warn(f"{run.folder}: {reason}")
     if run.state in (RunState.NOT_STARTED, RunState.STOPPED, RunState.FAILED):
         print_markup(f"continue it with: [bold]fedmll resume {escape(str(run.folder))}[/]")
 

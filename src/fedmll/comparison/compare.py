@@ -183,6 +183,7 @@ class ComparisonRunner:
         self.prepared: tuple[str, Federation] | None = None  # the data that was built last, and its key
         self.started: set[ComparisonCell] = set()
         self.ended: set[ComparisonCell] = set()
+        self.damaged: set[ComparisonCell] = set()  # a file of the run cannot be read
         if tune_seed is not None and not tune:
             raise ConfigError("--tune-seed is the seed that settings are chosen on; give the settings with --tune.")
         if against is not None and against not in (known := [variant.label for variant in variants]):
@@ -230,7 +231,10 @@ class ComparisonRunner:
                     warnings |= set(cell.folder.check_plugins(cell.experiment))
                 else:
                     cell.failure = cell.folder.read_failure()
+                if cell.folder.has(DATA_FINGERPRINT_FILE):
+                    cell.folder.read_data_fingerprints()
             except FedmllError as error:
+                self.damaged.add(cell)
                 cell.failure = None if cell.summary else str(error)
                 warnings.add(f"{cell}: {error}")
             if saved is not None and (different := cell.experiment.differs(saved)):
@@ -344,7 +348,7 @@ class ComparisonRunner:
             return  # there will be no new run
         fingerprints: dict[str, dict[str, Fingerprint]] = {}
         for cell in self.all_cells:
-            if cell.folder.has(DATA_FINGERPRINT_FILE):
+            if cell.folder.has(DATA_FINGERPRINT_FILE) and cell not in self.damaged:
                 key = _data_key(cell.experiment)
                 if key not in fingerprints:
                     fingerprints[key] = self._prepare(cell, self.callback).fingerprints

@@ -63,6 +63,7 @@ class ComparedRuns:
     rows: list[ComparedRow]
     trials: list[RunRecord] = field(default_factory=list)  # runs that only chose a setting of --tune: in no row
     rejected: list[tuple[str, str]] = field(default_factory=list)  # failed before they had a folder: name and reason
+    damaged_records: list[tuple[str, str]] = field(default_factory=list)  # folder of a comparison, and what happened
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -80,8 +81,8 @@ class ComparedRuns:
 
     @property
     def damaged(self) -> list[tuple[str, str]]:
-        """Files that could not be read: name of the run, and what happened."""
-        return [(run.name, reason) for run in self.runs for reason in run.damaged]
+        """Files that could not be read: name of the run or comparison, and what happened."""
+        return self.damaged_records + [(run.name, reason) for run in self.runs for reason in run.damaged]
 
 
 def read_compared_runs(paths: Sequence[Path]) -> ComparedRuns:
@@ -107,6 +108,7 @@ def read_compared_runs(paths: Sequence[Path]) -> ComparedRuns:
         rows=rows,
         trials=[run for study in studies for run in study.trials],
         rejected=[run for study in studies for run in study.rejected],
+        damaged_records=[record for study in studies for record in study.damaged_records],
     )
     _check_not_empty(paths, whole)
     return whole
@@ -134,13 +136,12 @@ def _read_below(path: Path) -> ComparedRuns:
     folders = sorted({file.parent for name in (EXPERIMENT_FILE, FAILURE_FILE) for file in path.rglob(name)}, key=_order)
     names = [folder.relative_to(path) for folder in folders if not _is_inside_run(folder.relative_to(path))]
     runs = {name.as_posix(): read_run(path / name, str(name)) for name in names}
-    try:
-        record = ComparisonFolder(path).read_record()
-    except DataError:
-        record = None  # the folders themselves say enough
     study = ComparedRuns(title=path.resolve().name, rows=[])
-    if record is not None:
-        _add_recorded_rows(study, record, runs)
+    try:
+        if (record := ComparisonFolder(path).read_record()) is not None:
+            _add_recorded_rows(study, record, runs)
+    except DataError as error:
+        study.damaged_records.append((study.title, f"{error} The rows were made from the folders of the runs."))
     cells = {name: run for name, run in runs.items() if SEED_FOLDER.fullmatch(Path(name).name) and "/" in name}
     _add_rows_by_folder(study, cells)
     study.rows += _group_by_experiment([run for name, run in runs.items() if name not in cells])

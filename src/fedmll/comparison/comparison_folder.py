@@ -159,8 +159,11 @@ class ComparisonFolder:
         """Each dataset once, however many runs share it."""
         described: dict[str, dict[str, Any]] = {}
         for cell in comparison.runs:
-            if cell.folder.has(DATA_FINGERPRINT_FILE):
-                fingerprints = cell.folder.read_data_fingerprints()
+            try:
+                fingerprints = cell.folder.read_data_fingerprints() if cell.folder.has(DATA_FINGERPRINT_FILE) else {}
+            except DataError:
+                continue  # `compare` has warned about the damaged file
+            if fingerprints:
                 digest = hashlib.blake2b(json.dumps(fingerprints, sort_keys=True).encode(), digest_size=16).hexdigest()
                 samples = {part: of_part["samples"] for part, of_part in fingerprints.items()}
                 described[digest] = {"name": cell.experiment.data.label, "digest": digest, "samples": samples}
@@ -172,7 +175,7 @@ class ComparisonFolder:
         """The commands of an earlier record; none if it cannot be read: then it is written again."""
         try:
             commands = json.loads(self.record_file.read_text())["commands"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
         return [entry for entry in commands if isinstance(entry, dict)] if isinstance(commands, list) else []
 

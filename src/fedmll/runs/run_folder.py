@@ -62,7 +62,10 @@ TEXT_COLUMNS = ("class", "client")  # of per_class.csv and per_client.csv; the o
 
 SUMMARY_TYPES: dict[str, Any] = {  # what every summary has
     "method": str, "data": str, "seed": int, "round": int, "rounds": int, "clients": int, "classes": list,
-    "samples": dict, "seconds": int | float, "metrics": dict,
+    "samples": dict, "seconds": int | float, "bytes_up": int | float, "bytes_down": int | float, "metrics": dict,
+}  # fmt: skip
+FINGERPRINT_TYPES = {  # of each part of the data
+    "samples": int, "shape": list, "classes": list, "present": list, "unknown": list, "labels": str, "images": str
 }  # fmt: skip
 RESTORE = "Restore it from a copy. If you are sure that {}, delete it."
 
@@ -220,13 +223,7 @@ class RunFolder:
         if not self.has(DATA_FINGERPRINT_FILE):
             self._write(DATA_FINGERPRINT_FILE, json.dumps(fingerprints, indent=1) + "\n")
             return
-        saved = self.read_data_fingerprints()
-        try:
-            differences = describe_changes(saved, fingerprints)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            advice = RESTORE.format("the data is the same")
-            raise self._damaged(DATA_FINGERPRINT_FILE, repr(error), advice) from None
-        if differences:
+        if differences := describe_changes(self.read_data_fingerprints(), fingerprints):
             raise DataError(
                 f"The data differs from what the run in {self.path} began with: {'; '.join(differences)}. Nothing was "
                 "changed. Restore the data, or start a new run with another --out."
@@ -234,7 +231,16 @@ class RunFolder:
 
     def read_data_fingerprints(self) -> dict[str, Any]:
         """The fingerprint of each part of the data: training, validation, test."""
-        return self._read_json(DATA_FINGERPRINT_FILE, RESTORE.format("the data is the same"))
+        advice = RESTORE.format("the data is the same")
+        saved = self._read_json(DATA_FINGERPRINT_FILE, advice)
+        for part, values in saved.items():
+            if not (
+                isinstance(values, dict)
+                and all(isinstance(values.get(key), kind) for key, kind in FINGERPRINT_TYPES.items())
+                and len(values["classes"]) == len(values["present"]) == len(values["unknown"])
+            ):
+                raise self._damaged(DATA_FINGERPRINT_FILE, f"'{part}' is incomplete or has wrong types", advice)
+        return saved
 
     # ---- rounds
 

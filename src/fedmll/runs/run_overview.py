@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.core.errors import ConfigError, FedmllError
+from fedmll.core.errors import ConfigError, DataError, FedmllError
 from fedmll.core.text import printable
 from fedmll.evaluation.metric_definitions import HEADLINE, RUN_LIST, metrics_in
 from fedmll.evaluation.thresholds import best_thresholds
@@ -167,8 +167,11 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
             run.state, run.reason = RunState.FAILED, printable(failure, 600)  # it failed before its first round
             return run
         run.experiment = run.folder.read_experiment_values()
-        _ = run.experiment["method"]["name"], run.experiment["data"]["name"], int(run.experiment["seed"])
-        _ = int(run.experiment["training"]["rounds"])
+        try:
+            _ = run.experiment["method"]["name"], run.experiment["data"]["name"], int(run.experiment["seed"])
+            _ = int(run.experiment["training"]["rounds"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path / EXPERIMENT_FILE} is damaged ({printable(repr(error), 120)}).") from None
         run.rows, damaged = run.folder.read_metrics_lines()
         run.damaged += [f"line {number} of {METRICS_FILE} cannot be read" for number in damaged]
         run.state, run.reason = _read_state(run)
