@@ -20,8 +20,8 @@ from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
 from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec
 from fedmll.methods.client_round import ClientInfo, ClientRound
+from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.method import Method
-from fedmll.methods.parts.target_losses import UnknownAsNegative
 from fedmll.training.callbacks import Callback
 from fedmll.training.round_loop import run
 

@@ -21,8 +21,8 @@ from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine, group_clients
 from fedmll.methods.base import Aggregator, Head, Part, PartOptions, Records, TensorSpec, TruthAudit, vectorized
 from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.method import Method
-from fedmll.methods.parts.target_losses import UnknownAsNegative
 from fedmll.models.backbones import Backbone
 from fedmll.models.network import Classifier
 from fedmll.testing import experiment

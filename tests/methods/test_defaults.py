@@ -36,7 +36,7 @@ CTRAN: Rows = {
 PRIVATE: Rows = {
     "weighting": ("size", "Private label sets, Section 4.1: rows and encoder weighted by n_k"),
     "labels": ("private", "Private label sets: the setting that it is about"),
-    "loss": ("softmax", "Private label sets, Section 4.1: one label a sample"),
+    "loss": ("softmax", "Private label sets, Section 4.1: one label per sample"),
     "tuning": ("none", "Private label sets, Section 4.2: on top of Section 4.1"),
     "tuning_images": (None, "ours: the server's share of the data"),
     "scope": ("global", "Private label sets, Section 4.2: h is over all classes"),

@@ -12,6 +12,7 @@ from conftest import small
 
 from fedmll.engines.trainer import Trainer
 from fedmll.methods.client_round import ClientRound
+from fedmll.methods.condist import ConditionalDistillation
 from fedmll.methods.parts.semi_supervised import tempered
 from fedmll.testing import first_step, make_client, make_trainer, start_round
 from fedmll.training.round_loop import run
@@ -71,12 +72,14 @@ def test_condist_learns_what_it_does_not_annotate_from_the_global_model(round: i
 
 def test_condist_by_default_follows_the_global_model_more_and_more() -> None:
     for round, weight in ((1, 0.01), (3, 0.505), (5, 1.0)):
-        _, client_round = at_work(round, method__name="condist")
-        assert client_round.round_states["distillation"].weight == pytest.approx(weight)
-    _, client_round = at_work(1, method__name="condist", training__rounds=1)
-    assert client_round.round_states["distillation"].weight == 0.01
-    _, client_round = at_work(2, method__name="condist", training__rounds=2)
-    assert client_round.round_states["distillation"].weight == 1.0
+        assert condist(5).weight(round) == pytest.approx(weight)
+    assert condist(1).weight(1) == 0.01
+    assert condist(2).weight(2) == 1.0
+
+
+def condist(rounds: int) -> ConditionalDistillation:
+    trainer, _ = at_work(1, method__name="condist", training__rounds=rounds)
+    return trainer.method.part(ConditionalDistillation)
 
 
 @pytest.mark.parametrize("part", ["distillation", "vacant-distillation"])

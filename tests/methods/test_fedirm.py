@@ -101,9 +101,9 @@ def test_a_wrong_reply_is_refused(key: str, tensor: torch.Tensor) -> None:
 def test_which_samples_the_teacher_is_sure_of() -> None:
     part = part_of(learner_for("fedirm"))
     p = torch.tensor([[0.95, 0.05, 0.99], [0.95, 0.31, 0.99], [0.71, 0.29, 0.29], [1.0, 0.0, 1.0], [0.95, 0.69, 0.99]])
-    assert part.sure(p).tolist() == [True, False, False, True, False]  # the third: an entropy of 0.60
+    assert part.confident(p).tolist() == [True, False, False, True, False]  # the third: an entropy of 0.60
     loose = part_of(learner_for("fedirm", entropy=0.61))
-    assert loose.sure(p).tolist() == [True, False, True, True, False]
+    assert loose.confident(p).tolist() == [True, False, True, True, False]
 
 
 @pytest.mark.parametrize("round", [3, 5, 9])

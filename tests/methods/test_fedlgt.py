@@ -20,7 +20,7 @@ from fedmll.engines.trainer import Trainer
 from fedmll.evaluation import metrics
 from fedmll.methods import build_method
 from fedmll.methods.client_round import Batch, ClientRound, TrainStep
-from fedmll.methods.fedctran import LabelMask, LabelMaskState, random_known
+from fedmll.methods.fedctran import LabelMask, random_known
 from fedmll.methods.fedlgt import ClientAwareMask, uncertain
 from fedmll.methods.task import task_of
 from fedmll.testing import aggregate, make_client, start_round
@@ -55,7 +55,7 @@ def one_step(experiment: Experiment, targets: np.ndarray, rows: list[int] | None
 
 def mask_labels(trainer: Trainer, step: TrainStep, seed: int) -> torch.Tensor:
     """What label mask training tells the network."""
-    trainer.method.part(LabelMask).transform_batch(step, LabelMaskState(torch.Generator().manual_seed(seed), None))
+    trainer.method.part(LabelMask).transform_batch(step, (torch.Generator().manual_seed(seed), None))
     assert step.states is not None
     return step.states
 
@@ -289,7 +289,7 @@ def test_inducing_tokens_are_trained_and_averaged_with_every_worker_count(glove:
 
 @pytest.mark.parametrize("tokens", [10, 11])
 def test_as_many_inducing_tokens_as_labels_are_refused(tokens: int) -> None:
-    with pytest.raises(ConfigError, match=f"{tokens} inducing tokens.*for 10 labels.*fewer than 10"):
+    with pytest.raises(ConfigError, match=f"inducing = {tokens} for 10 labels.*fewer than 10"):
         run(small(method__name="fedctran", method__inducing=tokens))
 
 

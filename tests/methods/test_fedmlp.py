@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.parts.missing_label_detection import MissingLabelTags
-from fedmll.methods.parts.prototypes import local_prototypes
+from fedmll.methods.parts.missing_label_detection import MissingLabelTags, local_prototypes
 from fedmll.methods.parts.semi_supervised import log_prior_odds
 from fedmll.testing import aggregate, compute_loss, first_step, make_client_info, make_reply, start_round
 
@@ -174,7 +173,7 @@ GOOD = {
     ("change", "reason"),
     [
         ({}, None),
-        ({"tags/difficulty": torch.tensor([0.1, -0.5, -1])}, "no shares"),
+        ({"tags/difficulty": torch.tensor([0.1, -0.5, -1])}, "not shares"),
         ({"tags/difficulty": torch.tensor([0.1, 1.5, -1])}, "difficulty holds values outside [-1, 1]"),
         ({"tags/prototypes": torch.full((2, 3, 6), 9e3)}, None),
         ({"tags/prototypes": torch.full((2, 3, 6), -2e4)}, "prototypes holds values outside"),

@@ -73,7 +73,7 @@ def test_consistency_alone_enters_the_second_stage() -> None:
     assert all(stages(trainer, 2))
     client_round = start_round(trainer, client)
     assert client_round.unknown_targets_taught
-    assert client_round.round_states["prior-adjusted"].views == 1
+    assert client_round.round_states["prior-adjusted"][1] == 1
     _, teacher = seen_by(client)
     move(client)
     again = one_batch(client)
@@ -96,7 +96,7 @@ def stages(trainer: Trainer, round: int) -> list[bool]:
 def test_without_either_there_is_no_second_stage() -> None:
     trainer, client = make({"t1": 1, "mld": False, "cr": False}, round=2)
     assert not any(stages(trainer, 2))
-    assert start_round(trainer, client).round_states["prior-adjusted"].views == 2  # WPC only goes on with two views
+    assert start_round(trainer, client).round_states["prior-adjusted"][1] == 2  # WPC only goes on with two views
 
 
 def test_stages_change_after_t1() -> None:
@@ -142,7 +142,7 @@ def test_a_class_needs_both_prototypes_to_be_tagged() -> None:
 def test_the_view_is_the_one_that_was_asked_for(view: str) -> None:
     trainer, client = make({"view": view})
     client_round = start_round(trainer, client)
-    prior = client_round.round_states["prior-adjusted"].odds.double().numpy()
+    prior = client_round.round_states["prior-adjusted"][0].double().numpy()
     again = one_batch(client)
     labels = LABELS[again.rows.numpy()]
     entries = [
@@ -155,7 +155,7 @@ def test_a_tagged_class_has_its_prior_over_all_samples() -> None:
     tags = np.full(LABELS.shape, -1, np.int8)
     tags[0, 1], tags[1, 1], tags[2, 1] = 1, 1, 0
     _, client_round, _ = stage_two(LABELS, tags, T0=0.0, T1=0.0)
-    prior = expit(client_round.round_states["prior-adjusted"].odds.double().numpy())
+    prior = expit(client_round.round_states["prior-adjusted"][0].double().numpy())
     np.testing.assert_allclose(prior, [2 / 6, 2 / 6, 2 / 5], rtol=1e-6)  # the last: one blank, over the known five
 
 
@@ -164,7 +164,7 @@ def test_a_prior_counts_blanks_that_were_tagged() -> None:
     tags[4, 2] = 1  # the blank of the last class
     _, client_round, _ = stage_two(LABELS, tags, T0=0.0, T1=0.0)
     np.testing.assert_allclose(
-        expit(client_round.round_states["prior-adjusted"].odds.double().numpy())[2], 3 / 6, rtol=1e-6
+        expit(client_round.round_states["prior-adjusted"][0].double().numpy())[2], 3 / 6, rtol=1e-6
     )
 
 

@@ -151,6 +151,6 @@ def test_warmup_consistency_uses_the_teacher_in_the_first_stage() -> None:
     trainer, client = make({"warmup_consistency": True})
     client_round = start_round(trainer, client)
     assert client_round.unknown_targets_taught and client_round.round_states["consistency"] is not None
-    assert client_round.round_states["prior-adjusted"].views == 2
+    assert client_round.round_states["prior-adjusted"][1] == 2
     compute_loss(trainer, client_round).backward()
     assert client.model.head.weight.grad[1].any()

@@ -10,6 +10,7 @@ from scipy.special import expit
 from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, logits_of
 
 from fedmll import run
+from fedmll.methods.fednoro import NoiseRobust
 from fedmll.testing import compute_loss, experiment, start_round
 
 ODDS = np.log(np.array([2 / 5, 1 / 12, 2 / 5]) / (1 - np.array([2 / 5, 1 / 12, 2 / 5])))  # of what is known
@@ -39,14 +40,14 @@ def test_the_schedule_by_hand() -> None:
     """0.8 exp(−5) … 0.8 exp(−5/4) in the middle … 0.8 at the end."""
     shares = []
     for round in (1, 10, 20):
-        trainer, client = learner_for("fednoro", client=LABELS, round=round, rounds=20)
-        shares.append(start_round(trainer, client).round_states["noise-robust"].share)
+        trainer, _ = learner_for("fednoro", client=LABELS, round=round, rounds=20)
+        shares.append(trainer.method.part(NoiseRobust).weight(round))
     assert shares == pytest.approx([0.8 * np.exp(-5 * 0.95**2), 0.8 * 0.28650480, 0.8])
 
 
 def test_the_largest_share_is_an_option() -> None:
-    trainer, client = learner_for("fednoro", client=LABELS, round=9, strength=0.25)
-    assert start_round(trainer, client).round_states["noise-robust"].share == pytest.approx(0.25)
+    trainer, _ = learner_for("fednoro", client=LABELS, round=9, strength=0.25)
+    assert trainer.method.part(NoiseRobust).weight(9) == pytest.approx(0.25)
 
 
 def test_positives_count_more_where_the_loss_is_weighted() -> None:

@@ -159,7 +159,7 @@ def test_strange_statistics_are_refused() -> None:
 def test_what_has_no_pixels_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'features:x.npz' has feature vectors.*or another method"):
         small(method__name="fedrdn", data__name="features:x.npz")
-    with pytest.raises(ConfigError, match=r"kept tokens.*model\.freeze = 'none'"):
+    with pytest.raises(ConfigError, match=r"computed only once.*model\.freeze = 'none'"):
         small(method__name="fedrdn", model__freeze="backbone")
     small(method__name="fedrdn", model__freeze=1)
     with pytest.raises(ConfigError, match="decides the views of a batch that the network sees"):

@@ -32,7 +32,7 @@ class Row(NamedTuple):
     loss: str | None = WORKS
 
 
-STATES = "'label-mask' requires a network that can be told the states of some labels .*the head 'etf-ladm'"
+STATES = "'label-mask' requires a network that can be given the known states of some labels .*the head 'etf-ladm'"
 ROWS = "requires a linear classifier with one row of weights per class .*the head 'etf-ladm'"
 
 
@@ -69,8 +69,8 @@ PAIRS: dict[str, Row] = {
     "rscfed": Row(loss=taught_by("mean-teacher")),
     "scaffold": Row(),
     "spherefed": Row(
-        etf="requires features on the unit sphere",
-        frozen="nothing is left to train",
+        etf="requires features of norm 1",
+        frozen="there is nothing to train",
         loss="'squared-error' has its own",
     ),
     "surgical": Row(etf=ROWS),

@@ -237,7 +237,7 @@ def test_sums_that_lie_are_refused() -> None:
         sums = good["platt/sums"].clone()
         sums[0, place] = value
         wrong = Message({"platt/sums": sums}, good.numbers)
-        assert "no sums of a log-loss" in str(method.find_problem(sent, wrong, 1))
+        assert "not sums of a log-loss" in str(method.find_problem(sent, wrong, 1))
     state, _ = aggregate(method, state, [(make_client_info(0, 3), good)], 1)
     assert not torch.equal(method.final_model(state)["weights"], state["weights"])
     assert len(state["platt/tried"]) == len(platt_calibration.STEPS)

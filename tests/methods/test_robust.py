@@ -15,7 +15,7 @@ from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import build
 from fedmll.engines.trainer import Trainer
 from fedmll.methods.client_round import ClientInfo
-from fedmll.methods.parts import robust_average
+from fedmll.methods.parts import averaging
 from fedmll.methods.task import task_of
 
 SIZES = (5, 20, 1, 9, 14)
@@ -73,7 +73,7 @@ def test_clipped_mean_by_hand(weights: str, count: int) -> None:
 
 @pytest.mark.parametrize(("trim", "count"), [(0.2, 5), (0.25, 4), (0.4, 5), (0.0, 3), (0.2, 2)])
 def test_trimmed_mean_is_scipys(trim: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(robust_average, "BLOCK", 100)  # several blocks, the last one short
+    monkeypatch.setattr(averaging, "BLOCK", 100)  # several blocks, the last one short
     here = trainer(method__average="trimmed-mean", method__trim=trim)
     state = here.method.initial_state()
     sent = replies(state["weights"].numpy(), count, here.weights.buffer_count)

@@ -136,5 +136,5 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 orthonormal rows need features at least 3 wide.*gives 2"):
         make_trainer(small(method__name="spherefed", model__channels=(4, 2)))
     assert make_trainer(small(method__name="spherefed", model__channels=(4, 3))).model.width == 3
-    with pytest.raises(ConfigError, match="'calibration' requires features on the unit sphere"):
+    with pytest.raises(ConfigError, match="'calibration' requires features of norm 1"):
         small().changed({"method": {"name": "compose", "parts": ["masked", "calibration"]}})

@@ -56,15 +56,15 @@ def no_square(found: Tensors) -> torch.Tensor:
 LIES = {
     "its sums are of 31 samples, and it has 30": changed("all", lambda f: f["all"] + torch.tensor([[1.0], [0], [0]])),
     "its features are larger than 10000": changed("all", lambda f: f["all"] * torch.tensor([[1.0], [1], [1e9]])),
-    "of more samples than it has": put("gram", 0, -1, -1, value=31.0),
-    "or of none that it speaks of": put("group", 0, value=3),
-    "more than those of all": put("gram", 0, 0, 0, value=1e9),
-    "no sums of squares": changed("gram", no_square),
+    "impossible numbers of samples": put("gram", 0, -1, -1, value=31.0),
+    "or it refers to a matrix that it did not send": put("group", 0, value=3),
+    "larger than those of all samples": put("gram", 0, 0, 0, value=1e9),
+    "are not sums of squares": changed("gram", no_square),
     "more positives than samples": put("cross", 0, -1, value=29.5),
     "larger than its features allow": put("cross", 2, 0, value=1e6),
     "larger than its features allow ": put("cross", 1, 0, value=1.0),  # of a class that it knows nothing of
-    "other sums than its positives": put("positive", 0, -1, 0, value=1e5),
-    "no part of those of its samples": changed(
+    "do not agree with the sums over its positives": put("positive", 0, -1, 0, value=1e5),
+    "not a part of those of its samples": changed(
         "positive", lambda f: f["positive"] + 1e7 * torch.eye(6).double()[0].diag()
     ),
 }
@@ -102,8 +102,8 @@ def test_sums_of_losses_are_believed(seed: int) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "reason"),
     [
-        (0, 1e9, "scores are larger"), (1, -1e6, "scores are larger"), (2, 26.0, "more than its 25 samples"),
-        (3, 1e10, "scores are larger"), (5, 6.5, "more than its 25 samples"), (0, 0.0, "not those of one convex"),
+        (0, 1e9, "scores are larger"), (1, -1e6, "scores are larger"), (2, 26.0, "too large for its 25 samples"),
+        (3, 1e10, "scores are larger"), (5, 6.5, "too large for its 25 samples"), (0, 0.0, "not those of one convex"),
         (1, 1e4, "not those of one convex"),
     ],
 )  # fmt: skip

@@ -25,9 +25,9 @@ from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.methods.base import Aggregator, Part, Records, TensorSpec
 from fedmll.methods.client_round import ClientInfo, ClientRound
+from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.method import Method
 from fedmll.methods.parts.averaging import WeightedMean
-from fedmll.methods.parts.target_losses import UnknownAsNegative
 from fedmll.training import checkpoint
 
 TWELVE = {

@@ -74,7 +74,7 @@ def table_cells(method: MethodSummary) -> dict[str, str]:
 
 
 def show_method(name: str) -> None:
-    from fedmll.methods.description import describe_options
+    from fedmll.methods.catalog import describe_options
 
     method: Any = registry.find("method", name)
     console.print(escape((sys.modules[method.__module__].__doc__ or method.summary).strip()), highlight=False)

@@ -1,12 +1,12 @@
 """Methods by name. A new method is a new file in this package or in a plug-in; nothing else changes.
 
-base            the contract: Part, Head, Aggregator, TensorSpec (start here)
+base            the contract: Part, Head, Aggregator (start here)
 client_round    what a part sees on a client: Client, ClientRound, TrainStep, Batch
 allowed_replies which tensors and bounds are allowed in a reply, and why one is rejected
-method          Method: a name, a paper and a list of parts
+method          Method: a name, a paper and a list of parts; one round on the server
 recipe          which head and parts a method has, and whether they can work together
 method_config   the [method] section of an experiment: a method with its options
-aggregation     one round on the server: every reply goes to the aggregators of all parts
+catalog         what `fedmll methods` shows
 heads, losses   heads and losses by name
 parts/          parts that several methods share
 fedavg, …       one file per method, with the equations of its paper

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.registry import register
@@ -29,9 +30,6 @@ from fedmll.methods.task import Task
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Network
-
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
 
 AUTO = "auto"  # the value of an option that `resolve` decides when the experiment is made
 LARGEST_SUMMED = 1e9  # the default bound on the numbers of a tensor that is summed over the clients
@@ -46,11 +44,11 @@ CAPABILITIES = {
     # provided by heads
     "class-rows": "a linear classifier with one row of weights per class",
     "prototypes": "one fixed prototype vector per class",
-    "label-states": "a network that can be told the states of some labels",
-    "unit-features": "features on the unit sphere and a classifier that is not trained",
+    "label-states": "a network that can be given the known states of some labels",
+    "unit-features": "features of norm 1 and a classifier that is not trained",
     # provided by parts
     "target-loss": "the loss of the targets",
-    "unknown-targets": "what is taught where a target is unknown",
+    "unknown-targets": "what is learned for unknown targets",
     "views": "the views of a batch that the network sees",
     "aggregation": "how the server aggregates the weights",
     "private-labels": "clients know only their own classes",
@@ -217,7 +215,7 @@ class Part(Component):
         return {name: TensorSpec(tuple(sent[name].shape), sent[name].dtype, -bound, bound) for name in self.sums}
 
     def summands(self, client: ClientInfo, reply: Message) -> Tensors:
-        """What of one reply is summed over the clients. Tensors keep their type: return float64 for an exact sum."""
+        """The tensors of one reply that are summed over the clients. Return float64 for an exact sum."""
         return {name: reply[name] for name in self.sums}
 
     def update_state(self, state: Tensors, sums: Tensors, round: int) -> tuple[Tensors, Records]:

@@ -1,62 +1,60 @@
 """CBAFed — Li, Li and Wang, "Class Balanced Adaptive Pseudo Labeling for Federated Semi-Supervised Learning", CVPR
 2023; adapted to missing classes as in the comparison of FedMLP (Sun et al., 2024).
 
-Rounds 1 … 50   BCE over the known entries.
-later rounds    A missing entry of class c is taught as 1 where the network's own p > τ_c, as 0 where p < 1 − τ_c: the
-                mean BCE over the labels of a class, and of that the mean over the classes that have any; added.
-Thresholds      Clients say which share of their entries of each class they used, known and pseudo labels. With π_c the
+Rounds 1 … 50   BCE over the known entries. An entry is a pair of a sample and a class.
+later rounds    + BCE over pseudo labels. A missing entry of class c is taught as 1 where the network's own p > τ_c, and
+                as 0 where p < 1 − τ_c. The BCE is averaged per class, then over the classes with pseudo labels.
+Thresholds      A client reports which share of its entries of each class it used (known and pseudo labels). π_c is the
                 share of class c among all labels used in the last round: τ_c = clip(π_c + 0.45 − std π, 0.55, 0.95).
-Average         by the number of labels used.
-Residual        Every 5 rounds, w ← a w + (1 − a) w_before, w_before the global model of the last such round; a is 0.2
-                in the first stage, 0.5 in the second. The first such round of a stage only keeps its model.
+Average         weighted by the number of labels used.
+Residual        Every 5 rounds, w ← a w + (1 − a) w_before. w_before is the global model of the last such round; a is
+                0.2 in the first stage and 0.5 in the second. The first such round of a stage only stores its model.
 
-50 is of 500 rounds: 10 %, unless it is given. Switches: `pseudo_labels`, `by_labels` (off: the average by size),
-`residual`. All off is FedAvg-PL.
+The paper's 50 of 500 rounds are 10 % of the rounds, unless `first_stage` is given. With `pseudo_labels`, `by_labels`
+(off: average by size) and `residual` off it is FedAvg-PL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedmll.config.experiment import Experiment
 from fedmll.core import small_groups
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.methods import losses
 from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
 from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.losses import MaskedLoss
 from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedAverageAggregator
 from fedmll.methods.parts.semi_supervised import TwoStagePart, pseudo_targets
-from fedmll.methods.parts.target_losses import MaskedLoss
-
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
 
 
 @dataclass
 class LabelCounts:
-    """Of a client's round."""
+    """How many labels a client uses in a round, per class (C,)."""
 
-    known: Tensor  # by class (C,)
-    made: Tensor  # pseudo labels by class, in all its steps
+    known: Tensor
+    made: Tensor  # pseudo labels, over all steps
 
 
 class LabelsUsed(Part):
-    """Which share of its entries a client used goes up; thresholds for each class come down."""
+    """A client sends which share of its entries it used; the server sends one threshold per class."""
 
     name = "labels-used"
     conflicts = frozenset({"private-labels"})
     sends = ("thresholds",)
 
     class Options(PartOptions):
-        base: float = option(0.45, "τ_c = π_c + base − std π", ge=0, le=1)
-        lowest: float = option(0.55, "τ_c is at least this", ge=0.5, le=1)
-        highest: float = option(0.95, "τ_c is at most this", ge=0.5, le=1)
+        base: float = option(0.45, "the constant in τ_c = π_c + base − std π", ge=0, le=1)
+        lowest: float = option(0.55, "the smallest threshold τ_c", ge=0.5, le=1)
+        highest: float = option(0.95, "the largest threshold τ_c", ge=0.5, le=1)
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
@@ -67,11 +65,11 @@ class LabelsUsed(Part):
             )
 
     def initial_state(self) -> Tensors:
-        """As if every class had the same labels."""
+        """As if every class had the same number of labels."""
         return {"thresholds": self.thresholds(torch.ones(len(self.task.classes), dtype=torch.float64))}
 
     def thresholds(self, used: Tensor) -> Tensor:
-        """τ, of the labels used by class (C,)."""
+        """τ (C,), from the number of labels used per class."""
         pi = used / used.sum().clamp(min=1)
         found = pi + self.options.base - pi.std(correction=0)
         return found.clamp(self.options.lowest, self.options.highest).float()
@@ -89,9 +87,8 @@ class LabelsUsed(Part):
     def on_round_end(self, client_round: ClientRound, round_state: LabelCounts) -> Tensors:
         labels = round_state.known + round_state.made / self.task.experiment.training.local_epochs
         samples = len(client_round.client.data)
-        return {
-            "used": (small_groups.censor_small_counts(labels, samples, self.task.min_group_size) / samples).clamp(max=1)
-        }
+        counts = small_groups.censor_small_counts(labels, samples, self.task.min_group_size)
+        return {"used": (counts / samples).clamp(max=1)}
 
 
 class LabelsUsedAggregator(Aggregator):
@@ -111,7 +108,7 @@ class LabelsUsedAggregator(Aggregator):
 
 
 class AdaptivePseudoLabels(TwoStagePart):
-    """In the second stage: what the network is sure of, by a threshold for each class, is taught to it."""
+    """In the second stage the network's confident predictions become pseudo labels, with one threshold per class."""
 
     name = "adaptive-labels"
     depends_on = (LabelsUsed,)
@@ -138,15 +135,15 @@ class AdaptivePseudoLabels(TwoStagePart):
 
 
 class ResidualMixing(TwoStagePart):
-    """Every few rounds the global model is mixed with what it was."""
+    """Every few rounds the global model is mixed with an earlier one."""
 
     name = "residual"
     first_share = AdaptivePseudoLabels.first_share
 
     class Options(TwoStagePart.Options):
-        every: int = option(5, "rounds between two mixtures", ge=1)
-        early: float = option(0.2, "a of the first stage: w ← a w + (1 − a) w_before", ge=0, le=1)
-        late: float = option(0.5, "a of the second stage", ge=0, le=1)
+        every: int = option(5, "number of rounds from one mixture to the next", ge=1)
+        early: float = option(0.2, "a in the first stage: w ← a w + (1 − a) w_before", ge=0, le=1)
+        late: float = option(0.5, "a in the second stage", ge=0, le=1)
 
     def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
         return ResidualAggregator(self, state, round) if round % self.options.every == 0 else None
@@ -164,13 +161,13 @@ class ResidualAggregator(Aggregator):
 
 
 class LabelsUsedAverage(WeightedAverage):
-    """The average by the number of labels that a client used, known and pseudo labels."""
+    """The mean weighted by the number of labels that a client used (known and pseudo labels)."""
 
     name = "by-labels-used"
     depends_on = (LabelsUsed,)
 
     class Options(PartOptions):
-        """None: how much a client counts is not a choice."""
+        """None: the weight of a client is fixed."""
 
     def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
         counts = earlier[LabelsUsed.name]
@@ -180,14 +177,14 @@ class LabelsUsedAverage(WeightedAverage):
 
 class CBAFed(Method):
     name = "cbafed"
-    summary = "partial annotation: pseudo labels by adaptive thresholds for each class; average by labels used"
+    summary = "pseudo labels with an adaptive threshold per class; average weighted by number of labels used"
     paper = "Li, Li and Wang, CVPR 2023"
     setting = ("partial annotation",)
-    up = "the share of labels used, C numbers"
-    down = "thresholds, C numbers"
+    up = "the share of labels used (one number per class)"
+    down = "thresholds (one number per class)"
     parts = (
         MaskedLoss,
-        switch("residual", ResidualMixing, "every few rounds the global model is mixed with what it was"),
-        switch("pseudo_labels", AdaptivePseudoLabels, "by a threshold for each class"),
+        switch("residual", ResidualMixing, "mix the global model with an earlier one every few rounds"),
+        switch("pseudo_labels", AdaptivePseudoLabels, "teach confident predictions as pseudo labels"),
     )
-    average = switch("by_labels", LabelsUsedAverage, "the average by labels used", otherwise=WeightedAverage)
+    average = switch("by_labels", LabelsUsedAverage, "average by number of labels used", otherwise=WeightedAverage)

@@ -7,39 +7,28 @@ parts = ["prior-adjusted", "contrast", "alignment"]
 average = "mean"
 contrast.lambda_pos = 0.5
 
-Parts that cannot work together are refused by name. A part that another one depends on is added before it: `alignment`
-adds `correlation`. `fedmll methods compose` lists all heads and parts.
+An error names parts that cannot work together. A part that another one depends on is added before it: `alignment` adds
+`correlation`. `fedmll methods compose` lists all heads and parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, create_model
 
+from fedmll.config.experiment import Experiment
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 from fedmll.methods.base import AUTO, Component, PartOptions, Resolved, ServerOnlyPart, option
 from fedmll.methods.method_config import MethodConfig, MethodEntry
 from fedmll.methods.recipe import MethodRecipe
 
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
-
 
 class ComposedConfig(MethodConfig):
     """Head, parts and average by name. Each component has its own table of options, [method.NAME]."""
-
-    @classmethod
-    def schema(cls, entry: type[MethodEntry], values: Mapping[str, Any]) -> type[BaseModel]:
-        names = entry.Options(**{name: values[name] for name in entry.Options.model_fields if name in values})
-        components = cls(entry, names).recipe.components
-        if len({component.name for component in components}) < len(components):
-            raise ConfigError(f"A head and a part are both called '{components[0].name}'; one must get another name.")
-        tables: dict[str, Any] = {c.name: (c.Options, c.Options()) for c in components if c.Options.model_fields}
-        return create_model("Options", __base__=entry.Options, **tables)
 
     @cached_property
     def recipe(self) -> MethodRecipe:
@@ -89,17 +78,26 @@ class ComposedConfig(MethodConfig):
 
 class Compose(MethodEntry):
     name = "compose"
-    summary = "a head, parts and an average of your choice, by name"
+    summary = "your own combination of a head, parts and an average, each by its name"
     setting = ("skew", "partial annotation", "private labels")
-    up = "what its parts send"
-    down = "what its parts send"
+    up = "what the clients' side of its parts sends"
+    down = "what the server's side of its parts sends"
     remembers = "what its parts keep"
     config_class = ComposedConfig
 
     class Options(PartOptions):
-        head: str = option("linear", "a head")
-        parts: tuple[str, ...] = option(("unknown-as-negative",), "losses, gradient rules and targets, in order")
-        average: str = option("mean", "how the server averages")
+        head: str = option("linear", "the name of the head")
+        parts: tuple[str, ...] = option(("unknown-as-negative",), "the names of the parts, in the order of their hooks")
+        average: str = option("mean", "the name of the part that averages the weights on the server")
+
+    @classmethod
+    def schema(cls, values: Mapping[str, Any]) -> type[BaseModel]:
+        names = cls.Options(**{name: values[name] for name in cls.Options.model_fields if name in values})
+        components = ComposedConfig(cls, names).recipe.components
+        if len({component.name for component in components}) < len(components):
+            raise ConfigError(f"A head and a part are both called '{components[0].name}'; one must get another name.")
+        tables: dict[str, Any] = {c.name: (c.Options, c.Options()) for c in components if c.Options.model_fields}
+        return create_model("Options", __base__=cls.Options, **tables)
 
     @classmethod
     def every_component(cls) -> list[type[Component]]:

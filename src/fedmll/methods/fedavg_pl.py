@@ -1,13 +1,13 @@
-"""FedAvg-PL: FedAvg with partial labels, as in FedMLP: only the known targets enter the loss."""
+"""FedAvg-PL: FedAvg with partial labels, a baseline of FedMLP. Only known targets are part of the loss."""
 
+from fedmll.methods.losses import MaskedLoss
 from fedmll.methods.method import Method
-from fedmll.methods.parts.robust_average import AVERAGES
-from fedmll.methods.parts.target_losses import MaskedLoss
+from fedmll.methods.parts.averaging import AVERAGES
 
 
 class FedAvgPL(Method):
     name = "fedavg-pl"
-    summary = "BCE over the known targets only; average by size"
+    summary = "BCE over the known targets only; average weighted by number of samples"
     paper = "baseline of Sun et al., 2024"
     setting = ("partial annotation",)
     parts = (MaskedLoss,)

@@ -1,14 +1,15 @@
 """FedC-Tran — C-Tran (Lanchantin et al., 2021) trained by FedAvg: the baseline of FedLGT (Liu et al., AAAI 2024).
 
-Label mask training: a sample shows the model the states of n ~ UniformInt[0, ⌊0.75 C⌋] labels; the others are unknown
-(Eq. 2), and the loss is the binary cross-entropy of those, summed (Eq. 5 with both of its terms). A target that nobody
-annotated is unknown to the model and in no loss. Prediction: all states unknown, or the labels that the user knows.
+Label mask training: for each sample the model is given the states of n ~ UniformInt[0, ⌊0.75 C⌋] random labels. The
+other labels are unknown to the model (Eq. 2), and the loss is their binary cross-entropy, summed (Eq. 5 with both of
+its terms). A target that is not annotated is never given to the model and is not part of the loss. In prediction all
+states are unknown, except labels that the user knows.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,42 +17,38 @@ from torch import Tensor
 from fedmll.methods.base import PartOptions, option
 from fedmll.methods.client_round import ClientRound, TrainStep
 from fedmll.methods.heads import CTranHead
+from fedmll.methods.losses import EntrywiseLoss
 from fedmll.methods.method import Method
-from fedmll.methods.parts.target_losses import EntrywiseLoss
-
-
-class LabelMaskState(NamedTuple):
-    generator: torch.Generator  # which labels are shown
-    weights: Tensor | None  # of positives
 
 
 class LabelMask(EntrywiseLoss):
-    """Label mask training: the loss of the labels whose states the network is not told, summed."""
+    """Label mask training: the network is given the states of some labels; the loss is the sum over the others."""
 
     name = "label-mask"
     requires = frozenset({"label-states"})
 
     class Options(PartOptions):
-        known: float = option(0.75, "largest share of the labels whose states a sample shows (Eq. 2)", ge=0, le=1)
+        known: float = option(0.75, "the largest share of labels whose states are given (Eq. 2)", ge=0, le=1)
 
     def on_round_start(self, client_round: ClientRound) -> Any:
-        return LabelMaskState(client_round.client.generator("label-mask"), super().on_round_start(client_round))
+        """The generator that chooses the given labels, and the weights of the positives."""
+        return client_round.client.generator("label-mask"), super().on_round_start(client_round)
 
-    def transform_batch(self, step: TrainStep, round_state: LabelMaskState) -> None:
-        """What the model is told: 1 positive, 0 negative, -1 unknown."""
+    def transform_batch(self, step: TrainStep, round_state: tuple[torch.Generator, Tensor | None]) -> None:
+        """The states that the model is given: 1 positive, 0 negative, -1 unknown."""
         samples, classes = step.targets.shape
-        told = random_known(samples, classes, self.options.known, round_state.generator)
-        step.states = step.targets.masked_fill(~told.to(step.targets.device), -1)
+        given = random_known(samples, classes, self.options.known, round_state[0])
+        step.states = step.targets.masked_fill(~given.to(step.targets.device), -1)
 
-    def loss(self, step: TrainStep, round_state: LabelMaskState) -> Tensor:
+    def loss(self, step: TrainStep, round_state: tuple[torch.Generator, Tensor | None]) -> Tensor:
         """Eq. 5."""
         assert step.states is not None
-        return (self.entries(step, step.logits, round_state.weights) * ((step.states < 0) * self.counted(step))).sum()
+        return (self.entries(step, step.logits, round_state[1]) * ((step.states < 0) * self.counted(step))).sum()
 
 
 class FedCTran(Method):
     name = "fedctran"
-    summary = "C-Tran: image and label tokens in a transformer, label mask training; average by size"
+    summary = "C-Tran: image and label tokens in a transformer, trained with masked labels; average by size"
     paper = "Lanchantin et al., CVPR 2021"
     head = CTranHead
     parts = (LabelMask,)
@@ -66,7 +63,7 @@ class FedCTran(Method):
 
 
 def random_known(samples: int, classes: int, share: float, generator: torch.Generator) -> Tensor:
-    """Label mask training: bool (samples, classes); in each row n ~ UniformInt[0, ⌊share·C⌋] random places are true."""
+    """bool (samples, classes). In each row n ~ UniformInt[0, ⌊share·C⌋] random entries are true."""
     counts = torch.randint(math.floor(share * classes + 1e-9) + 1, (samples, 1), generator=generator)
     places = torch.rand(samples, classes, generator=generator).argsort(1)
     return torch.empty(samples, classes, dtype=torch.bool).scatter_(1, places, torch.arange(classes) < counts)

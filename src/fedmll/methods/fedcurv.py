@@ -1,18 +1,18 @@
 """FedCurv — Shoham, Avidor, Keren, Israel, Benditkis, Mor-Yosef and Zeitak, "Overcoming Forgetting in Federated
 Learning on Non-IID Data", 2019.
 
-A client's loss + λ Σ_{j≠i} Σ u_j (θ − θ_j)², u_j the diagonal of client j's Fisher information at its trained weights
-θ_j. Up to a constant that is λ Σ [θ² (U − u_i) − 2θ (V − v_i)] with U = Σ u_j, V = Σ u_j θ_j, so its gradient is 2λ
-[(U − u_i) θ − (V − v_i)].
+A client's loss + λ Σ_{j≠i} Σ u_j (θ − θ_j)². u_j is the diagonal of client j's Fisher information at its trained
+weights θ_j. Up to a constant, the penalty is λ Σ [θ² (U − u_i) − 2θ (V − v_i)] with U = Σ u_j and V = Σ u_j θ_j. Its
+gradient is 2λ [(U − u_i) θ − (V − v_i)].
 
-The sums are over the round before: the server says to a client whether it is in them. A client sends u alone; v = u θ
-the server works out from the weights. u is over all known entries of the client's data, of its mean loss:
+The sums are those of the previous round, and the server tells each client whether it contributed to them. A client
+sends only u; the server computes v = u θ from the weights. u is computed over all known entries of the client's data:
 
     u = mean over (sample, class) of p (1 − p) (∂z/∂θ)²,
 
-the expectation over the model's own p, as the Fisher information is defined (squared gradients of the loss are another
-thing). Instead of one pass a class there is one with random signs, (∂/∂θ Σ_c ±√(p_c(1 − p_c)) z_c)²: exact for what
-belongs to one class alone (the rows of the head), right on average for the rest.
+the expectation over the model's own p, as the Fisher information is defined (not the squared gradients of the loss).
+Instead of one backward pass per class there is one pass with random signs, (∂/∂θ Σ_c ±√(p_c(1 − p_c)) z_c)². It is
+exact for weights that belong to one class (the rows of the head) and unbiased for all others.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from fedmll.methods.client_round import ClientInfo, ClientRound
 from fedmll.methods.method import Method
 from fedmll.models.network import Network
 
-AT_ONCE = 2**24  # numbers of single samples' gradients in memory
-LARGEST = 1e6  # no honest model's curvature
+AT_ONCE = 2**24  # how many numbers of per-sample gradients are in memory at once
+LARGEST = 1e6  # larger values of u are rejected: no trained model has them
 
 
 class CurvaturePenalty(Part):
-    """λ Σ u_j (θ − θ_j)² over the other clients of the round before."""
+    """λ Σ u_j (θ − θ_j)² over the other clients of the previous round."""
 
     name = "curvature"
     conflicts = frozenset({"private-labels", "local-models"})
     sums = ("u", "v", "counted")
 
     class Options(PartOptions):
-        strength: float = option(0.1, "λ of the penalty λ Σ_{j≠i} u_j (θ − θ_j)²", ge=0)
+        strength: float = option(0.1, "λ: strength of the penalty λ Σ_{j≠i} u_j (θ − θ_j)²", ge=0)
 
     def initial_state(self) -> Tensors:
         nothing = torch.zeros(self.weights.parameter_end)
@@ -53,7 +53,7 @@ class CurvaturePenalty(Part):
     def on_round_start(self, client_round: ClientRound) -> tuple[Tensor, Tensor]:
         """U − u_i and V − v_i."""
         sums, own = self.received(client_round), self.client_state(client_round)
-        if bool(sums["counted"]) and own:  # without its state, a client is held to its own last model too
+        if bool(sums["counted"]) and own:  # without its state, a client's own last model is part of the penalty
             return sums["u"] - own["u"], sums["v"] - own["v"]
         return sums["u"], sums["v"]
 
@@ -80,8 +80,8 @@ class CurvaturePenalty(Part):
 
 
 def fisher(client_round: ClientRound) -> Tensor:
-    """u of the client's model as it is now, over its known entries; 0 where nothing is known. The head's row of a class
-    has the squares of its own samples' features: withheld classes count as unknown."""
+    """u of the client's model as it is now, over its known entries; 0 if nothing is known. The head's row of a class
+    would show the features of the samples with that class, so classes that may not leave the site count as unknown."""
     client, model = client_round.client, client_round.model.eval()
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     size = client.weights.parameter_end
@@ -92,7 +92,7 @@ def fisher(client_round: ClientRound) -> Tensor:
     for batch in client.evaluation_batches():
         known = (targets.index_select(0, batch.rows.to(targets.device)) >= 0).float()
         signs = torch.randint(2, known.shape, generator=generator).to(known) * 2 - 1
-        with sdpa_kernel(SDPBackend.MATH):  # the kernel that single samples' gradients know
+        with sdpa_kernel(SDPBackend.MATH):  # the only kernel that supports per-sample gradients
             gradients = single(parameters, model, client_round.transform_images(batch.images), signs * known)
         total += torch.cat([gradients[name].square().sum(0).flatten() for name in parameters])
         entries += int(known.sum())
@@ -108,10 +108,10 @@ def _probe(parameters: Tensors, model: Network, image: Tensor, signs: Tensor) ->
 
 class FedCurv(Method):
     name = "fedcurv"
-    summary = "FedAvg + λ Σ u_j (θ − θ_j)²: what other clients' models stand on is held"
+    summary = "FedAvg with the penalty λ Σ u_j (θ − θ_j)² on changing weights that matter to other clients"
     paper = "Shoham et al., 2019"
-    setting = ("skew",)
+
     up = "the diagonal of its Fisher information (as large as the model)"
-    down = "two sums of the round before (twice the model)"
-    remembers = "what it added to the sums (twice the model)"
+    down = "two sums of the previous round (twice as large as the model)"
+    remembers = "what it added to these sums (twice as large as the model)"
     parts = (*Method.parts, CurvaturePenalty)

@@ -1,48 +1,46 @@
 """FedHarmony — Kou et al., CVPR 2026, arXiv 2604.28024.
 
-Eq. 1–2  R_k: φ-style correlation of the labels that client k's trained model predicts on its own data; sent with the
-         weights. In the loss: the same of the mini-batch.
-Eq. 3    R*_k: consolidation of the last round's R_j, j ≠ k. A client that was not among them gets that of all.
-Eq. 4, 8 loss = BCE + λ Σ_g Ψ(R[S_g], R*_k[S_g]), Ψ the squared difference, one mean over the in-block pairs; the blocks
-         S_g are R*_k's spectral clusters (Alg. 1).
+Eq. 1–2  R_k: φ-style correlation of the labels that client k's trained model predicts on its own data. It is sent with
+         the weights. In the loss, R is the same for a mini-batch.
+Eq. 3    R*_k: consensus of the last round's R_j, j ≠ k. A client without an R_j in it gets the consensus of all.
+Eq. 4, 8 loss = BCE + λ Σ_g Ψ(R[S_g], R*_k[S_g]). Ψ is the squared difference, averaged over all pairs of labels in the
+         same block. The blocks S_g are spectral clusters of R*_k (Alg. 1).
 Eq. 9    D_k = Σ_g Ψ(R_k[S_g], R*_k[S_g]), q_k ∝ exp(−γ D_k).
 Eq. 10   w ← Σ_k (a n̄_k + (1−a) q_k) w_k, n̄_k ∝ N_k, a(t) = max(0, 1 − t/T0).
 
-γ = "median" is 1/median(D) of the round before, so that both sums of Eq. 10 are streams: two models in memory, however
-many clients reply. The median of the round itself is known only when every model has gone by. The first round that has
-a D (the second, by default) averages by size alone.
+γ = "median" is 1/median(D) of the previous round, because the median of this round is known only after the last reply.
+So both sums of Eq. 10 need only two models in memory for any number of clients. The first round with a D (by default
+the second round) averages by size alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
+from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message, Tensors
 from fedmll.methods.base import AUTO, Aggregator, Part, PartOptions, Records, Resolved, option
 from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.averaging import SoftmaxMean, WeightedAverage, WeightedMean
 from fedmll.methods.parts.correlation_consensus import CorrelationAggregator, CorrelationConsensus, doubles
 from fedmll.methods.parts.label_correlation import BlockAlignmentLoss
-from fedmll.methods.parts.target_losses import UnknownAsNegative
-
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
 
 
 class CorrelationAlignment(Part):
-    """λ Σ_g Ψ(R[S_g], R*_k[S_g]) (Eq. 4, 8), R of the mini-batch's predictions."""
+    """λ Σ_g Ψ(R[S_g], R*_k[S_g]) (Eq. 4, 8): pulls the correlations of a mini-batch's predictions to the consensus."""
 
     name = "alignment"
     depends_on = (CorrelationConsensus,)
 
     class Options(PartOptions):
-        strength: float = option(3.0, "λ (Eq. 4)", ge=0)
+        strength: float = option(3.0, "λ: weight of the alignment (Eq. 4)", ge=0)
 
     def on_round_start(self, client_round: ClientRound) -> BlockAlignmentLoss | None:
         found = client_round.round_states[CorrelationConsensus.name]
@@ -56,15 +54,15 @@ class CorrelationAlignment(Part):
 
 
 class AgreementAverage(WeightedAverage):
-    """w ← Σ_k (a n̄_k + (1−a) q_k) w_k, q_k ∝ exp(−γ D_k) (Eq. 9–10)."""
+    """w ← Σ_k (a n̄_k + (1−a) q_k) w_k, q_k ∝ exp(−γ D_k) (Eq. 9–10): first by size, later by agreement."""
 
     name = "by-agreement"
     depends_on = (CorrelationConsensus,)
 
     class Options(WeightedAverage.Options):
-        gamma: Annotated[float, Field(gt=0)] | Literal["median"] = option("median", "γ (Eq. 9); 1/median(D) before")
+        gamma: Annotated[float, Field(gt=0)] | Literal["median"] = option("median", "γ (Eq. 9); median: 1/median(D)")
         horizon: Annotated[float, Field(gt=0)] | Literal["auto"] = option("auto", "T0 (Eq. 10); auto: half the rounds")
-        quality: Literal["pure", "size-scaled"] = option("pure", "Eq. 9, or q_k ∝ N_k exp(−γ D_k)")
+        quality: Literal["pure", "size-scaled"] = option("pure", "q_k of Eq. 9, or q_k ∝ N_k exp(−γ D_k)")
 
     @classmethod
     def resolve(cls, options: Any, experiment: Experiment) -> Resolved:
@@ -116,12 +114,12 @@ class AgreementAggregator(Aggregator):
 
 class FedHarmony(Method):
     name = "fedharmony"
-    summary = "align each client's label correlations with the others' consensus; average by size and agreement"
+    summary = "aligns each client's label correlations with the other clients' consensus; average by size and agreement"
     paper = "Kou et al., CVPR 2026"
-    up = "R_k, correlations of its predictions (C × C), and its blocks"
-    down = "R*_k, the others' consensus (C × C)"
-    parts = (switch("alignment", CorrelationAlignment, "Eq. 4"), UnknownAsNegative)
-    average = switch("aggregation", AgreementAverage, "Eq. 9–10", otherwise=WeightedAverage)
+    up = "label correlations of its predictions (classes × classes), and the blocks of labels"
+    down = "the other clients' consensus correlations (classes × classes)"
+    parts = (switch("alignment", CorrelationAlignment, "align label correlations (Eq. 4)"), UnknownAsNegative)
+    average = switch("aggregation", AgreementAverage, "average by agreement (Eq. 9–10)", otherwise=WeightedAverage)
     published: ClassVar[dict[str, Any]] = {
         "model.backbone": "vit", "training.rounds": 50, "training.local_epochs": 5, "training.batch_size": 16,
         "training.optimizer": "adam", "training.lr": 1e-4, "training.weight_decay": 0.0,
@@ -129,5 +127,5 @@ class FedHarmony(Method):
     }  # fmt: skip
     unpublished: ClassVar[dict[str, str]] = {
         "model.weights": "ViT-B/16: a folder with its files, or google/vit-base-patch16-224-in21k",
-        "participation.count": "not said; 25, 50 and 75 % of the clients in its Figure 5",
+        "participation.count": "not published; Figure 5 has 25, 50 and 75 % of the clients",
     }

@@ -5,30 +5,32 @@ Rounds 1 … 20   BCE over the known entries. In the last of them, and in all la
                 relations R: row i = σ(mean logits of the samples in which class i is known to be present / T), T = 2,
                 over the round's training batches. The server averages row i by size over the clients that sent it.
 later rounds    + w(t) [ the mean over the batch of Σ_c (p_c − p'_c)² + KL(R', R) ], w(t) = exp(−5 (1 − min(t, 30)/30)²)
-                p'  what the client's own EMA teacher says of a second view. After the teacher's t-th step, from 0 on,
-                    its decay is min(1 − 1/(t+1), 0.99).
-                R'  the relations of the batch, with the teacher's labels (p' > ½) where nothing is known, over the
-                    samples that it is sure of: every p' > 0.7 or < 0.3, and the classes' mean entropy < 0.25 nats
-                    (2 for the 8 classes of the comparison).
-                KL  symmetric, of one Bernoulli variable an entry: the mean over the rows that both have.
+                p'  the prediction of the client's own EMA teacher for a second view. The decay after the teacher's
+                    t-th step, counted from 0, is min(1 − 1/(t+1), 0.99).
+                R'  the relations of the batch, with the teacher's labels (p' > ½) for unknown targets. Only samples
+                    with confident teacher labels count: every p' > 0.7 or < 0.3, and a mean entropy of the classes
+                    < 0.25 nats (a sum of 2 for the 8 classes of the comparison).
+                KL  symmetric, between Bernoulli variables, one per entry of R; the mean over the rows that both have.
 
-20 and 30 are of 500 rounds: 4 % and 6 %, unless they are given. Switches: `relations`, `consistency`; both off is
-FedAvg-PL. The paper weighs by 15 w(t), for softmax outputs, and estimates uncertainty by dropout.
+The paper's 20 and 30 of 500 rounds are 4 % and 6 % of the rounds, unless they are given. With `relations` and
+`consistency` off it is FedAvg-PL. The paper has the weight 15 w(t), softmax outputs and uncertainty by dropout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedmll.config.experiment import Experiment
 from fedmll.core import small_groups
 from fedmll.core.message import Message, Tensors
 from fedmll.methods.base import AUTO, Aggregator, Records, Resolved, TensorSpec, option
 from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.losses import MaskedLoss
 from fedmll.methods.method import Method
 from fedmll.methods.parts.semi_supervised import (
     EmaTeacher,
@@ -39,26 +41,22 @@ from fedmll.methods.parts.semi_supervised import (
     published_share,
     ramp_up,
 )
-from fedmll.methods.parts.target_losses import MaskedLoss
 
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
-
-NEARLY = 1e-6  # as near as a relation comes to 0 and 1 in a logarithm
+NEARLY = 1e-6  # relations are clamped to [NEARLY, 1 − NEARLY] before a logarithm
 
 
 @dataclass
 class RelationState:
-    """Of a client."""
+    """What a client collects in a round."""
 
-    sums: Tensor  # of logits (C, C): row i over the samples with class i
-    counts: Tensor  # of these samples (C,)
+    sums: Tensor  # sums of logits (C, C): row i over the samples with class i
+    counts: Tensor  # number of these samples (C,)
     teacher: EmaTeacher | None = None
-    steps: int = 0  # that the teacher has followed
+    steps: int = 0  # number of updates of the teacher
 
 
 class RelationMatching(TwoStagePart, SecondView):
-    """In the second stage: consistency with the client's EMA teacher, and relations of classes like everybody's."""
+    """In the second stage: consistency with the client's EMA teacher, and class relations similar to all clients'."""
 
     name = "relation-matching"
     provides = frozenset({"unknown-targets"})
@@ -68,13 +66,15 @@ class RelationMatching(TwoStagePart, SecondView):
     first_share = 20 / 500
 
     class Options(TwoStagePart.Options, SecondView.Options):
-        relations: bool = option(True, "match the relations of classes between clients")
-        consistency: bool = option(True, "with the EMA teacher, on all entries")
-        temperature: float = option(2.0, "T of the relations", gt=0)
-        confidence: float = option(0.7, "a label of the teacher is sure above it, or below 1 − it", ge=0.5, lt=1)
-        entropy: float = option(0.25, "the largest mean entropy of a sure sample's classes, in nats", gt=0)
-        decay: float = option(0.99, "the largest of the EMA teacher", ge=0, lt=1)
-        ramp: Rounds = option("auto", "rounds until w is 1; auto: 6 % of them")
+        relations: bool = option(True, "match class relations between clients")
+        consistency: bool = option(True, "consistency with the EMA teacher, for all entries")
+        temperature: float = option(2.0, "T: temperature of the class relations", gt=0)
+        confidence: float = option(
+            0.7, "teacher label is confident if p' > confidence or < 1 − confidence", ge=0.5, lt=1
+        )
+        entropy: float = option(0.25, "largest mean entropy over the classes of a confident sample, in nats", gt=0)
+        decay: float = option(0.99, "largest decay of the EMA teacher", ge=0, lt=1)
+        ramp: Rounds = option("auto", "number of rounds until w is 1; auto: 6 % of the rounds")
 
     @classmethod
     def resolve(cls, options: Any, experiment: Experiment) -> Resolved:
@@ -89,7 +89,7 @@ class RelationMatching(TwoStagePart, SecondView):
 
     # ---- the server
 
-    def speaks(self, round: int) -> bool:
+    def sends_relations(self, round: int) -> bool:
         """From the last round of the first stage on."""
         return bool(self.options.relations and round >= self.options.first_stage)
 
@@ -100,10 +100,10 @@ class RelationMatching(TwoStagePart, SecondView):
         classes = len(self.task.classes)
         relations = TensorSpec((classes, classes), low=0, high=1)
         votes = TensorSpec((classes,), torch.bool, by_class=0)
-        return {"relations": relations, "votes": votes} if self.speaks(round) else {}
+        return {"relations": relations, "votes": votes} if self.sends_relations(round) else {}
 
     def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
-        return super().aggregator(state, round, earlier) if self.speaks(round) else None
+        return super().aggregator(state, round, earlier) if self.sends_relations(round) else None
 
     def summands(self, client: ClientInfo, reply: Message) -> Tensors:
         sizes = reply["votes"] * reply.numbers["samples"]
@@ -135,7 +135,7 @@ class RelationMatching(TwoStagePart, SecondView):
         round_state.counts += positives.sum(0)
         if round_state.teacher is None:
             return None
-        p, found = self.taught(step, round_state.teacher), step.logits.new_zeros(())
+        p, found = self.teacher_probabilities(step, round_state.teacher), step.logits.new_zeros(())
         if self.options.consistency:
             found = found + (step.probabilities - p).square().sum(1).mean()
         received = self.received(step.client_round)
@@ -145,14 +145,14 @@ class RelationMatching(TwoStagePart, SecondView):
 
     def mismatch(self, step: TrainStep, p: Tensor, received: Tensors) -> Tensor:
         """KL(R', R) of a batch."""
-        labels = torch.where(step.targets >= 0, step.targets == 1, p > 0.5) & self.sure(p)[:, None]
+        labels = torch.where(step.targets >= 0, step.targets == 1, p > 0.5) & self.confident(p)[:, None]
         rows = relations(labels.float().T @ step.logits, labels.sum(0), self.options.temperature)
         both = (labels.any(0) & received["votes"]).float()
         distance = symmetric_divergence(rows, received["relations"]).mean(1)
         return (distance * both).sum() / both.sum().clamp(min=1)
 
-    def sure(self, p: Tensor) -> Tensor:
-        """Which samples the teacher is sure of."""
+    def confident(self, p: Tensor) -> Tensor:
+        """The samples with confident teacher labels: bool (batch,)."""
         clear = ((p > self.options.confidence) | (p < 1 - self.options.confidence)).all(1)
         entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p)).mean(1)
         return clear & (entropy < self.options.entropy)
@@ -166,12 +166,14 @@ class RelationMatching(TwoStagePart, SecondView):
         if round_state.teacher is not None:
             kept, steps = self.client_state(client_round), torch.tensor(round_state.steps)
             kept.update(teacher=round_state.teacher.vector, steps=steps)
-        if not self.speaks(client_round.number):
+        if not self.sends_relations(client_round.number):
             return {}
         smallest = self.task.min_group_size
         released = small_groups.releasable_classes(client_round.targets, smallest)
         if smallest > 1:
-            released &= (client_round.targets == 1).sum(0) >= smallest  # whatever else was taught in a step
+            released &= (client_round.targets == 1).sum(
+                0
+            ) >= smallest  # another part may have changed the targets of a step
         counts = round_state.counts * released
         return {
             "relations": relations(round_state.sums * released[:, None], counts, self.options.temperature),
@@ -180,21 +182,21 @@ class RelationMatching(TwoStagePart, SecondView):
 
 
 def relations(sums: Tensor, counts: Tensor, temperature: float) -> Tensor:
-    """σ(mean logits / T), a row a class; ½ where there is no sample."""
+    """σ(mean logits / T), one row per class; ½ for a class without a sample."""
     return torch.sigmoid(sums / counts.clamp(min=1)[:, None] / temperature)
 
 
 def symmetric_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """½ KL(p‖q) + ½ KL(q‖p) of Bernoulli variables = ½ (p − q) (logit p − logit q), by entry."""
+    """½ KL(p‖q) + ½ KL(q‖p) of Bernoulli variables, per entry: ½ (p − q) (logit p − logit q)."""
     return 0.5 * (p - q) * (torch.logit(p, NEARLY) - torch.logit(q, NEARLY))
 
 
 class FedIRM(Method):
     name = "fedirm"
-    summary = "partial annotation: EMA consistency, and class relations matched between clients"
+    summary = "consistency with an EMA teacher, and class relations that are matched between clients"
     paper = "Liu, Yang, Dou and Heng, MICCAI 2021"
     setting = ("partial annotation",)
-    up = "class relations, C × C"
-    down = "everybody's class relations, C × C"
-    remembers = "an EMA teacher: one model"
+    up = "class relations (classes × classes)"
+    down = "average class relations (classes × classes)"
+    remembers = "an EMA teacher (as large as the model)"
     parts = (MaskedLoss, RelationMatching)

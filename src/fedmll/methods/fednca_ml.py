@@ -1,47 +1,45 @@
 """FedNCA-ML — Peng et al., "Neural Collapse-Inspired Multi-Label Federated Learning under Label-Distribution Skew".
 
-Every client reads class-wise features h_c with the same fixed queries and scores them with the same fixed classifier,
-a simplex ETF M = [m_c] (Eq. 1–9), so local models cannot drift apart: z_c = h_cᵀ m_c. Loss (Eq. 10–14):
+All clients use the same fixed queries for class-wise features h_c, and the same fixed classifier, a simplex ETF
+M = [m_c] (Eq. 1–9). So their classifiers cannot drift apart: z_c = h_cᵀ m_c. Loss (Eq. 10–14):
 
     BCE + λ1 L_neg + λ2 L_pos
     L_neg = −mean_i mean_{c∈C⁻_i} 1/(C−1) Σ_{r≠c} 1[ŝ_icr > τ] log(1 − ŝ_icr),   ŝ_icr = σ(h_icᵀ m_r)     (12)
     L_pos = −mean_i mean_{c∈C⁺_i} log softmax_r(h_icᵀ m_r)[c]                                             (13)
 
-Unknown targets are in no term. The server averages with equal weights 1/K (Alg. 1). λ1 = "auto" is the paper's: 1 for
-CIFAR-10, 0.01 elsewhere. Options of the released code: rejection = "hinge-topk", contrast = "cosine", logit_scale = 10.
+Unknown targets are in no term. The server averages with equal weights 1/K (Alg. 1). λ1 = "auto" is the paper's value: 1
+for CIFAR-10, 0.01 elsewhere. The released code has rejection = "hinge-topk", contrast = "cosine" and logit_scale = 10.
 With ladm = false there is one pooled feature h for all classes, h_c = h.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedmll.config.experiment import Experiment
 from fedmll.methods.base import AUTO, Part, PartOptions, Resolved, option
 from fedmll.methods.client_round import TrainStep
 from fedmll.methods.heads import EtfLadmHead
+from fedmll.methods.losses import MaskedLoss
 from fedmll.methods.method import Method, switch
-from fedmll.methods.parts.target_losses import MaskedLoss
-
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
 
 
 class PrototypeRejection(Part):
-    """λ1 L_neg: a class-wise feature of an absent class is near no prototype."""
+    """λ1 L_neg: pushes the feature of an absent class away from all other prototypes."""
 
     name = "rejection"
     requires = frozenset({"prototypes"})
 
     class Options(PartOptions):
-        lambda_neg: Annotated[float, Field(ge=0)] | Literal["auto"] = option("auto", "λ1 (Eq. 14)")
-        tau: float = option(0.3, "τ: similarities above it are rejected (Eq. 12)", gt=0, lt=1)
-        rejection: Literal["log", "hinge-topk"] = option("log", "Eq. 12, or the released code's")
+        lambda_neg: Annotated[float, Field(ge=0)] | Literal["auto"] = option("auto", "λ1: weight of L_neg (Eq. 14)")
+        tau: float = option(0.3, "τ: only similarities above it are penalised (Eq. 12)", gt=0, lt=1)
+        rejection: Literal["log", "hinge-topk"] = option("log", "Eq. 12, or hinge-topk as in the released code")
 
     @classmethod
     def resolve(cls, options: Any, experiment: Experiment) -> Resolved:
@@ -61,15 +59,15 @@ class PrototypeRejection(Part):
 
 
 class PrototypeContrast(Part):
-    """λ2 L_pos: a class-wise feature of a present class is nearest to its own prototype."""
+    """λ2 L_pos: pulls the feature of a present class to its own prototype."""
 
     name = "contrast"
     requires = frozenset({"prototypes"})
 
     class Options(PartOptions):
-        lambda_pos: float = option(1.0, "λ2 (Eq. 14)", ge=0)
-        contrast: Literal["dot", "cosine"] = option("dot", "Eq. 13, or the released code's")
-        temperature: float = option(0.07, "of contrast = cosine", gt=0)
+        lambda_pos: float = option(1.0, "λ2: weight of L_pos (Eq. 14)", ge=0)
+        contrast: Literal["dot", "cosine"] = option("dot", "Eq. 13, or cosine as in the released code")
+        temperature: float = option(0.07, "temperature of contrast = cosine", gt=0)
 
     def loss(self, step: TrainStep, round_state: None) -> Tensor | None:
         option, prototypes = self.options, step.prototypes
@@ -81,27 +79,29 @@ class PrototypeContrast(Part):
 
 class FedNcaMl(Method):
     name = "fednca-ml"
-    summary = "class-wise features, fixed simplex-ETF classifier, rejection and contrast losses; equal weights"
+    summary = "class-wise features, a fixed simplex-ETF classifier, rejection and contrast losses; equal weights"
     paper = "Peng et al., 2025"
     head = EtfLadmHead
-    parts = (MaskedLoss, switch("neg", PrototypeRejection, "Eq. 12"), switch("pos", PrototypeContrast, "Eq. 13"))
+    parts = (MaskedLoss, switch("neg", PrototypeRejection, "use L_neg"), switch("pos", PrototypeContrast, "use L_pos"))
     published: ClassVar[dict[str, Any]] = {
         "model.backbone": "resnet18", "training.rounds": 100, "training.local_epochs": 1, "training.batch_size": 32,
         "training.optimizer": "adamw", "training.lr": 1e-4, "training.weight_decay": 0.01, "training.keep": "best",
         "partition.kind": "dirichlet", "partition.clients": 10, "participation.fraction": 1.0,
     }  # fmt: skip
     unpublished: ClassVar[dict[str, str]] = {
-        "model.weights": "ImageNet weights of ResNet-18 in torchvision's format, but for CIFAR-10",
-        "partition.beta": "0.5 and 0.1, by table", "partition.presence": "0.5; 0.71 for DermaMNIST",
+        "model.weights": "ImageNet weights of ResNet-18 in torchvision's format, except for CIFAR-10",
+        "partition.beta": "0.5 or 0.1, depending on the table", "partition.presence": "0.5; 0.71 for DermaMNIST",
     }  # fmt: skip
 
     class Options(PartOptions):
-        weighting: Literal["size", "equal"] = option("equal", "weight of a client in the average (Alg. 1: 1/K)")
+        weighting: Literal["size", "equal"] = option(
+            "equal", "weight of a client: its number of samples, or 1/K (Alg. 1)"
+        )
 
 
 def log_rejection(similarity: Tensor, negative: Tensor, tau: float) -> Tensor:
-    """L_neg (Eq. 12) of h_cᵀ m_r (batch, C, C) and where a class is negative (batch, C). −log(1 − ŝ) is softplus of
-    the product; the indicator carries no gradient; a sample without a negative counts as 0."""
+    """L_neg (Eq. 12) of the similarities h_cᵀ m_r (batch, C, C) and the mask of the negatives (batch, C). −log(1 − ŝ)
+    is softplus(h_cᵀ m_r). The indicator has no gradient. A sample without a negative counts as 0."""
     batch, classes = negative.shape
     itself = torch.eye(classes, dtype=torch.bool, device=similarity.device)
     counted = (similarity > math.log(tau / (1 - tau))) & ~itself
@@ -112,15 +112,15 @@ def log_rejection(similarity: Tensor, negative: Tensor, tau: float) -> Tensor:
 
 
 def hinge_rejection(similarity: Tensor, targets: Tensor, tau: float) -> Tensor:
-    """The released code's: of all negative (sample, class) pairs the K with the highest max_r h_cᵀ m_r, K the number
-    of positives in the batch; max(0, σ − τ), summed a sample, mean over the batch."""
+    """As in the released code: among all negative (sample, class) pairs those with the K highest max_r h_cᵀ m_r, where
+    K is the number of positives in the batch. The sum of max(0, σ − τ), divided by the batch size."""
     score = similarity.amax(-1)[targets == 0]
     count = min(int((targets == 1).sum()), len(score))
     return F.relu(torch.sigmoid(score.topk(count).values) - tau).sum() / len(targets)
 
 
 def contrast(features: Tensor, prototypes: Tensor, positive: Tensor, temperature: float | None) -> Tensor:
-    """L_pos (Eq. 13); with a temperature on cosines instead of products. A sample without a positive counts as 0."""
+    """L_pos (Eq. 13); with a temperature, of cosines instead of products. A sample without a positive counts as 0."""
     sample, label = positive.nonzero(as_tuple=True)
     chosen = features[sample, label] if features.dim() == 3 else features[sample]
     if temperature is None:

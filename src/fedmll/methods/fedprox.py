@@ -1,17 +1,17 @@
 """FedProx — Li et al., "Federated Optimization in Heterogeneous Networks", 2020.
 
-FedAvg's loss + μ/2 ‖w − w_g‖² over the parameters (Eq. 2), w_g the round-start global weights.
+FedAvg's loss + μ/2 ‖w − w_g‖² over the parameters (Eq. 2), where w_g are the global weights at the start of the round.
 """
 
+from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.method import Method
+from fedmll.methods.parts.averaging import AVERAGES
 from fedmll.methods.parts.proximal_term import ProximalTerm
-from fedmll.methods.parts.robust_average import AVERAGES
-from fedmll.methods.parts.target_losses import UnknownAsNegative
 
 
 class FedProx(Method):
     name = "fedprox"
-    summary = "FedAvg + μ/2‖w − w_g‖²"
+    summary = "FedAvg with the penalty μ/2 ‖w − w_g‖² on the distance to the global weights"
     paper = "Li et al., MLSys 2020"
     parts = (UnknownAsNegative, ProximalTerm)
     average = AVERAGES

@@ -1,24 +1,25 @@
 """FedRDN — Yan et al., "A Simple Data Augmentation for Feature Distribution Skewed Federated Learning", 2023 (random
 distribution normalisation).
 
-Before round 1 each client sends, of its pixels in [0, 1], the mean of every channel, and every channel's standard
-deviation within an image, averaged over the images. The pool of all pairs (μ_j, σ_j) goes to everybody. In training
-each batch is normalised with a mean and a deviation drawn from the pool, each on its own as in the released code:
+Before round 1 each client sends the mean of every channel of its pixels in [0, 1], and the standard deviation of every
+channel within an image, averaged over its images. All clients receive the pool of all pairs (μ_j, σ_j). In training,
+each batch is normalised with a mean and a deviation that are drawn independently, as in the released code:
 
     x̂ = (x − μ_j)/σ_j',   j and j' uniform.
 
-To predict, the mean of the pool takes their place: the paper uses a client's own, and a pooled test set has no client.
-With one pair in the pool, that of model.pixel_mean and model.pixel_std, it is FedAvg, bit for bit.
+Predictions use the mean of the pool. (The paper uses the client's own pair, but a pooled test set has no client.) If
+the pool has only the pair of model.pixel_mean and model.pixel_std, it is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.methods.base import Aggregator, ImageTransform, Records, TensorSpec
@@ -26,14 +27,11 @@ from fedmll.methods.client_round import Client, ClientInfo, ClientRound, TrainSt
 from fedmll.methods.method import Method
 from fedmll.models.backbones import pixel_scale
 
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
-
-SMALLEST = 1e-3  # of a deviation: less than a step of 8 bits is an image of one colour
+SMALLEST = 1e-3  # smallest deviation; it is smaller only for an image of one colour
 
 
 class RandomNormalisation(ImageTransform):
-    """Each batch is normalised with a mean and a deviation drawn from the clients' own."""
+    """Each batch is normalised with a pixel mean and deviation of randomly drawn clients."""
 
     name = "random-normalisation"
     provides = frozenset({"views"})
@@ -50,12 +48,12 @@ class RandomNormalisation(ImageTransform):
             )
         if experiment.model.freeze == "backbone":
             raise ConfigError(
-                f"FedRDN (the part '{cls.name}') normalises the pixels of every batch anew, and with model.freeze = "
-                f"'backbone' the network sees kept tokens. {advice}"
+                f"FedRDN (the part '{cls.name}') normalises the pixels of every batch differently, and with "
+                f"model.freeze = 'backbone' features of the images are computed only once. {advice}"
             )
 
     def scale(self) -> Tensor:
-        """Mean and deviation (2, channels) that the task itself normalises with."""
+        """Mean and deviation (2, channels) with which the task normalises all images."""
         channels = self.task.sample_shape[0]
         return torch.tensor(pixel_scale(self.task.experiment.model, channels)).expand(2, channels).contiguous()
 
@@ -87,7 +85,7 @@ class RandomNormalisation(ImageTransform):
         return self.normalised(images, mean, deviation)
 
     def normalised(self, images: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-        """Of images that the task has normalised already."""
+        """Normalise images again that the task has already normalised."""
         old_mean, old = self.scale().to(images.device)
         deviation = deviation.clamp(min=SMALLEST)
         factor, shift = old / deviation, (old_mean - mean) / deviation
@@ -95,7 +93,7 @@ class RandomNormalisation(ImageTransform):
 
 
 def statistics(client: Client) -> Tensor:
-    """(2, channels): the mean of a channel over all pixels; its deviation within an image, averaged over the images."""
+    """(2, channels): the mean over all pixels; the deviation within an image, averaged over the images."""
     sums = torch.zeros(2, client.task.sample_shape[0], dtype=torch.float64, device=client.task.device)
     for batch in client.evaluation_batches():
         pixels = client.task.scale_pixels(batch.raw).double().flatten(2)
@@ -117,12 +115,10 @@ class StatisticsPool(Aggregator):
 
 class FedRdn(Method):
     name = "fedrdn"
-    summary = "FedAvg whose batches are normalised with pixel statistics drawn from all clients'"
+    summary = "FedAvg; each batch is normalised with the pixel statistics of randomly drawn clients"
     paper = "Yan et al., 2023"
-    setting = ("skew",)
-    up = "once: mean and deviation of its pixels"
-    down = "all clients' means and deviations of pixels"
-    remembers = ""
+    up = "once: mean and standard deviation of its pixels"
+    down = "means and standard deviations of all clients' pixels"
     parts = (*Method.parts, RandomNormalisation)
     published: ClassVar[dict[str, Any]] = {
         "training.optimizer": "sgd",

@@ -1,13 +1,14 @@
-"""Heads by name: what makes a network of a backbone, with its options. The networks themselves are in models/."""
+"""Heads by name, with their options. A head turns a backbone into a network; the networks are in models/."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 
+from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.seeding import torch_generator
 from fedmll.methods.base import Head, PartOptions, option
@@ -16,12 +17,9 @@ from fedmll.models.class_attention import Ladm, PrototypeClassifier, simplex_etf
 from fedmll.models.ctran import CTran, LabelEmbeddings
 from fedmll.models.network import Classifier, Lift, LiftedClassifier
 
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
-
 
 class LinearHead(Head):
-    """Mean over the tokens, one row of weights a class."""
+    """A linear classifier on the mean of the backbone's tokens, with one row of weights per class."""
 
     name = "linear"
     provides = frozenset({"class-rows"})
@@ -31,7 +29,7 @@ class LinearHead(Head):
 
 
 class LinearHeadByName(LinearHead):
-    """A row's initial weights depend on the seed and the class's name, not on its place or on the other classes."""
+    """A linear classifier. The initial weights of a row depend only on the seed and the name of its class."""
 
     name = "linear-by-name"
 
@@ -47,15 +45,15 @@ class LinearHeadByName(LinearHead):
 
 
 class LiftedLinearHead(LinearHead):
-    """A linear head on the features and, with `lift`, on fixed functions of them (models/network.py)."""
+    """A linear classifier on the features and, with `lift`, on fixed functions of them."""
 
     name = "linear-lifted"
 
     class Options(PartOptions):
         lift: Literal["none", "relu", "fourier", "second"] = option(
-            "none", "features added to the features: random ReLU or Fourier ones, or second-order forms"
+            "none", "features to add: random ReLU features, random Fourier features, or second-order products"
         )
-        lift_width: int = option(512, "how many `lift` adds; the sums grow with its square", ge=1, le=4096)
+        lift_width: int = option(512, "number of features to add; messages grow with its square", ge=1, le=4096)
 
     def build(self, backbone: Backbone) -> Classifier:
         option = self.options
@@ -66,18 +64,20 @@ class LiftedLinearHead(LinearHead):
 
 
 class EtfLadmHead(Head):
-    """Class-wise features by label-aware disentanglement, scored by a fixed simplex ETF (Eq. 1–9)."""
+    """Class-wise features by label-aware disentanglement (LADM), and a fixed simplex-ETF classifier (Eq. 1–9)."""
 
     name = "etf-ladm"
     provides = frozenset({"prototypes"})
 
     class Options(PartOptions):
-        etf: bool = option(True, "the fixed classifier (Eq. 1–2); off: a learned linear one")
-        ladm: bool = option(True, "label-aware disentanglement (Eq. 3–8); off: pooled features, as FedAvg")
-        query: Literal["fixed-etf", "learnable-etf", "learnable-random"] = option("fixed-etf", "of the LADM (Table 6)")
-        heads: int = option(4, "heads of the LADM's attention", ge=1)
-        positional: bool = option(True, "the positional encoding (Eq. 5)")
-        logit_scale: Annotated[float, Field(gt=0)] | None = option(None, "start of a learned scale of z_c; none: 1")
+        etf: bool = option(True, "fixed simplex-ETF classifier (Eq. 1–2); off: a learned linear classifier")
+        ladm: bool = option(True, "class-wise features (Eq. 3–8); off: pooled features, as in FedAvg")
+        query: Literal["fixed-etf", "learnable-etf", "learnable-random"] = option("fixed-etf", "LADM queries (Table 6)")
+        heads: int = option(4, "number of attention heads of the LADM", ge=1)
+        positional: bool = option(True, "positional encoding (Eq. 5)")
+        logit_scale: Annotated[float, Field(gt=0)] | None = option(
+            None, "initial value of a learned factor of the logits; none: no factor"
+        )
 
     def build(self, backbone: Backbone) -> PrototypeClassifier:
         option, classes = self.options, len(self.task.classes)
@@ -93,25 +93,25 @@ class EtfLadmHead(Head):
 
 
 class CTranHead(Head):
-    """Image tokens and learned label tokens in a transformer."""
+    """A transformer (C-Tran) over image tokens and learned label tokens."""
 
     name = "ctran"
     provides = frozenset({"label-states"})
 
     class Options(PartOptions):
-        layers: int = option(3, "encoder layers of C-Tran", ge=1)
-        heads: int = option(4, "heads of its attention", ge=1)
-        dropout: float = option(0.1, "dropout in its layers", ge=0, lt=1)
+        layers: int = option(3, "number of encoder layers", ge=1)
+        heads: int = option(4, "number of attention heads", ge=1)
+        dropout: float = option(0.1, "dropout rate", ge=0, lt=1)
         inducing: Annotated[int, Field(ge=1)] | None = option(
-            None, "labels see each other through so many tokens, for thousands of labels; none: directly (the paper)"
+            None, "for thousands of labels: labels attend to this many extra tokens; none: to each other (the paper)"
         )
 
     def build(self, backbone: Backbone) -> CTran:
         option, classes = self.options, len(self.task.classes)
         if option.inducing is not None and option.inducing >= classes:
             raise ConfigError(
-                f"{option.inducing} inducing tokens (inducing) for {classes} labels: that many would cost more than "
-                f"labels that see each other. Use fewer than {classes}, or leave it out."
+                f"inducing = {option.inducing} for {classes} labels: with so many inducing tokens attention costs more "
+                f"than between the labels directly. Use fewer than {classes}, or leave it out."
             )
         embeddings = self.embeddings(backbone.width)
         return CTran(
@@ -119,30 +119,30 @@ class CTranHead(Head):
         )
 
     def embeddings(self, width: int) -> LabelEmbeddings | None:
-        """Fixed embeddings of labels and states, or None: they are learned."""
+        """Fixed embeddings of labels and states, or None if they are learned."""
         return None
 
 
 class TextQueryHead(CTranHead):
-    """C-Tran whose label tokens are a frozen text encoder's: the same at every client."""
+    """C-Tran with label tokens from a frozen text encoder, which are the same at every client."""
 
     name = "text-query"
 
     class Options(CTranHead.Options):
-        ule: bool = option(True, "universal label embeddings; off: learned ones")
-        encoder: str = option("wordllama", "the text encoder, or file:NAME.npz (docs: label queries)")
+        ule: bool = option(True, "universal label embeddings; off: learned embeddings")
+        encoder: str = option("wordllama", "the text encoder, or file:NAME.npz with embeddings (docs: label queries)")
         states: str = option(
-            "learned", "of encoder = file:…, where it has no positive and negative: learned, or an encoder"
+            "learned", "where the embeddings of the states come from if the file has none: learned, or an encoder"
         )
-        prompt: str = option("The photo contains {class}.", "what is embedded of a class")
-        fine_names: str | None = option(None, "a file of finer names of abstract classes (Table A3)")
-        fine: Literal["concat", "average"] = option("concat", "how finer names make one embedding (Table A3)")
+        prompt: str = option("The photo contains {class}.", "the text that is embedded for a class")
+        fine_names: str | None = option(None, "a file with more specific names of abstract classes (Table A3)")
+        fine: Literal["concat", "average"] = option("concat", "how several names become one embedding (Table A3)")
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         if "{class}" not in options.prompt:
             raise ConfigError(
-                f"{prefix}prompt = '{options.prompt}' does not say where the class's name goes: write {{class}} there."
+                f"{prefix}prompt = '{options.prompt}' has no place for the name of the class: write {{class}} there."
             )
 
     def embeddings(self, width: int) -> LabelEmbeddings | None:

@@ -1,8 +1,9 @@
-"""Local-only: every client alone, with the loss of its known targets; nothing is exchanged. What a federation is worth.
+"""Local-only: every client trains alone on its known targets, and nothing is exchanged. It is the baseline that shows
+what clients gain from a federation.
 
-A client goes on from its own weights, which it remembers. The metrics on the pooled test data are means over the
-clients' own models, and so are those by class; a client's own metrics are its model's on what it holds out. There is no
-common model in the run's folder. Another head or loss: `compose` with average = "local-models".
+A client continues from its own weights of its last round. The metrics on the pooled test data, also those per class,
+are means over the clients' models. A client's own metrics are those of its model on its own held-out data. The run
+folder has no model. For another head or loss use `compose` with average = "local-models".
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 from fedmll.core.message import Tensors
 from fedmll.methods.base import Part
 from fedmll.methods.client_round import ClientRound
+from fedmll.methods.losses import MaskedLoss
 from fedmll.methods.method import Method
-from fedmll.methods.parts.target_losses import MaskedLoss
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Network
 
 
 class LocalModels(Part):
-    """No average: each client keeps its own weights."""
+    """No aggregation: each client keeps its own weights."""
 
     name = "local-models"
     provides = frozenset({"aggregation", "local-models"})
@@ -39,10 +40,10 @@ class LocalModels(Part):
 
 class LocalOnly(Method):
     name = "local-only"
-    summary = "every client alone, nothing is exchanged: what a federation is worth"
+    summary = "every client trains alone and nothing is exchanged: the baseline without a federation"
     setting = ("skew", "partial annotation", "private labels")
-    up = "nothing, no weights either"
-    down = "nothing, no weights either"
+    up = "nothing, not even weights"
+    down = "nothing, not even weights"
     remembers = "its own model"
     parts = (MaskedLoss,)
     average = LocalModels

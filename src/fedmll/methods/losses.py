@@ -1,9 +1,14 @@
-"""Multi-label losses by entry, (batch, classes) → (batch, classes). Methods choose which entries count and how."""
+"""Multi-label losses by name (`training.loss`), and the parts that apply them to the targets.
+
+A loss is computed for every entry, that is for every sample and class: (batch, classes) → (batch, classes). The part
+decides which entries count. So an unknown target can be left out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,11 +16,13 @@ from torch.nn import functional as F
 
 from fedmll.core import registry
 from fedmll.core.registry import register
+from fedmll.methods.base import TargetLoss, vectorized
+from fedmll.methods.client_round import ClientRound, TrainStep
 
 
 @dataclass(frozen=True)
 class ForMissing:
-    """A loss that also says what an unknown target teaches: (logits, targets 1, 0 or -1, round) → entries, all of which
+    """A loss with a rule for unknown targets: (logits, targets 1, 0 or -1, round) → (batch, classes). All its entries
     count."""
 
     of: Callable[[Tensor, Tensor, int], Tensor]
@@ -28,8 +35,8 @@ def is_for_missing_labels(name: str) -> bool:
 def entrywise(
     name: str, logits: Tensor, targets: Tensor, positive_weight: Tensor | None = None, round: int = 1
 ) -> Tensor:
-    """`targets` are 1, 0 or -1, unknown, which is as 0 to a loss that is not for missing labels; `positive_weight` (C,)
-    is for `weighted`."""
+    """The loss of every entry. `targets` are 1, 0 or -1 (unknown). A loss that is not for missing labels receives an
+    unknown target as 0. `positive_weight` (C,) is for the loss `weighted`."""
     loss = registry.find("loss", name)
     if isinstance(loss, ForMissing):
         return loss.of(logits, targets, round)
@@ -65,34 +72,35 @@ def asymmetric(
     return -(targets * positive + (1 - targets) * negative)
 
 
-# ---- for missing labels: an absent label may be one that nobody wrote down
+# ---- for missing labels: a label that is not annotated may still be present
 
 
 def focal(logits: Tensor, present: Tensor, gamma: float = 2) -> Tensor:
-    """−(1 − p_t)^γ log p_t, p_t the probability of what the target is."""
+    """−(1 − p_t)^γ log p_t, where p_t is the predicted probability of the target's value."""
     signed = torch.where(present, logits, -logits)
     return -torch.sigmoid(-signed).pow(gamma) * F.logsigmoid(signed)
 
 
 def hill(logits: Tensor, targets: Tensor, round: int, weight: float = 1.5, margin: float = 1) -> Tensor:
-    """Hill (Zhang et al., 2021, "Simple and Robust Loss Design for Multi-Label Learning with Missing Labels"): of what
-    is not known to be present, (λ − p) p², whose gradient falls back to 0 where the model is sure of the label; of a
-    positive the focal loss of z − m (focal margin, γ = 2)."""
+    """Hill (Zhang et al., 2021, "Simple and Robust Loss Design for Multi-Label Learning with Missing Labels"). For a
+    positive: the focal loss of z − m (focal margin, γ = 2). For all other entries: (λ − p) p², whose gradient returns
+    to 0 where the model is confident that the label is present."""
     present, p = targets == 1, torch.sigmoid(logits)
     return torch.where(present, focal(logits - margin, present), (weight - p) * p.square())
 
 
 def self_paced(logits: Tensor, targets: Tensor, round: int, threshold: float = 0.6, margin: float = 1) -> Tensor:
-    """SPLC (the same paper): the focal margin loss, and after the first round an unknown target with p > τ is taught as
-    present (without the margin, as in the released code). The choice carries no gradient. A known 0 stays 0."""
+    """SPLC (the same paper): the focal margin loss. After the first round an unknown target with p > τ is taught as
+    present (without the margin, as in the released code). The comparison has no gradient. A known 0 stays 0."""
     present = targets == 1
     found = (targets < 0) & (torch.sigmoid(logits) > threshold) if round > 1 else torch.zeros_like(present)
     return focal(torch.where(present, logits - margin, logits), present | found)
 
 
 def entropy_maximising(logits: Tensor, targets: Tensor, round: int, alpha: float = 0.1) -> Tensor:
-    """EM (Zhou et al., 2022, "Acknowledging the Unknown"): BCE of what is known, −α H(p) of what is unknown, so that
-    its gradient is 0 at ½ and small around it. α is the paper's of COCO and NUS-WIDE (VOC 0.2, CUB 0.01)."""
+    """EM (Zhou et al., 2022, "Acknowledging the Unknown"): BCE for known targets, −α H(p) for unknown ones. The
+    gradient of the second term is 0 at p = ½ and small around it. α is the paper's value for COCO and NUS-WIDE (VOC
+    0.2, CUB 0.01)."""
     p = torch.sigmoid(logits)
     entropy = -(p * F.logsigmoid(logits) + (1 - p) * F.logsigmoid(-logits))
     return torch.where(targets < 0, -alpha * entropy, cross_entropy(logits, (targets == 1).to(logits.dtype)))
@@ -104,12 +112,60 @@ register("loss", "em")(ForMissing(entropy_maximising))
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the entries where the mask is 1; 0 where there are none."""
+    """The mean over the entries where the mask is 1; 0 if there are none."""
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
 def positive_weights(labels: Tensor, largest: float = 20.0) -> Tensor:
-    """Negatives over positives of each class among the known entries, within [1, largest]."""
+    """For each class the number of known negatives divided by that of positives, limited to [1, largest]."""
     positives = (labels == 1).sum(0).float()
     negatives = (labels == 0).sum(0).float()
     return (negatives / positives.clamp(min=1)).clamp(1, largest)
+
+
+# ---- parts that apply training.loss to the targets
+
+
+class EntrywiseLoss(TargetLoss):
+    """The base of parts that use `training.loss`. Their round state is the weights of the positives, or contains
+    them."""
+
+    accepts: ClassVar[Literal["all", "known-targets", "none"]] = "all"
+
+    def on_round_start(self, client_round: ClientRound) -> Tensor | None:
+        """The weights of the positives, if the loss needs them."""
+        weighted = self.task.experiment.training.loss == "weighted"
+        return positive_weights(client_round.client.targets) if weighted else None
+
+    def entries(self, step: TrainStep, logits: Tensor, weights: Tensor | None) -> Tensor:
+        """The loss of every entry (batch, classes)."""
+        loss = self.task.experiment.training.loss
+        return entrywise(loss, logits, step.targets, weights, step.client_round.number)
+
+    def counted(self, step: TrainStep) -> Tensor:
+        """1.0 where an entry counts: the known entries, and all entries if the loss is for missing labels."""
+        everything = is_for_missing_labels(self.task.experiment.training.loss)
+        return torch.ones_like(step.known) if everything else step.known
+
+
+class UnknownAsNegative(EntrywiseLoss):
+    """The mean of `training.loss` over all entries. An unknown target counts as absent, unless another part teaches
+    it."""
+
+    name = "unknown-as-negative"
+
+    @vectorized
+    def loss(self, step: TrainStep, positive_weights: Tensor | None) -> Tensor:
+        entries = self.entries(step, step.logits, positive_weights)
+        return (entries * step.known if step.client_round.unknown_targets_taught else entries).mean()
+
+
+class MaskedLoss(EntrywiseLoss):
+    """The mean of `training.loss` over the entries with a known target, or over all entries if the loss is for missing
+    labels."""
+
+    name = "masked"
+
+    @vectorized
+    def loss(self, step: TrainStep, positive_weights: Tensor | None) -> Tensor:
+        return masked_mean(self.entries(step, step.logits, positive_weights), self.counted(step))

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import create_model
 from torch import Tensor
 
-from fedmll.core.errors import ConfigError
+from fedmll.config.experiment import Experiment
+from fedmll.core.errors import AggregationError, ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.seeding import derive
-from fedmll.methods.aggregation import MethodAggregator
-from fedmll.methods.allowed_replies import ReplyProblem, find_reply_problem
-from fedmll.methods.base import Component, Head, ImageTransform, Part, PartOptions, TargetLoss, TensorSpec, overrides
+from fedmll.methods.base import (
+    Aggregator,
+    Component,
+    Head,
+    ImageTransform,
+    Part,
+    PartOptions,
+    Records,
+    TargetLoss,
+    TensorSpec,
+    overrides,
+)
 from fedmll.methods.client_round import ClientInfo, tensors_of
 from fedmll.methods.heads import LinearHead
+from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.method_config import MethodConfig, MethodEntry
 from fedmll.methods.parts.averaging import WeightedAverage
 from fedmll.methods.parts.ridge_head import RidgeHead
-from fedmll.methods.parts.target_losses import UnknownAsNegative
 from fedmll.methods.recipe import MethodRecipe, PartChoice, check_option_names, switch, with_dependencies
+from fedmll.methods.allowed_replies import ReplyProblem, all_finite, find_reply_problem, has_negative_variance
 from fedmll.methods.task import Task
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.frozen_features import freeze_and_add_neck
 from fedmll.models.network import Network
-
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
 
 __all__ = ["Method", "MethodRecipe", "PartChoice", "switch"]
 
@@ -239,3 +247,51 @@ class Method(MethodEntry):
     def join(self, tensors: Mapping[Part, Tensors]) -> Tensors:
         """The tensors of all parts under their full names."""
         return {self.tensor_name(part, name): tensor for part, own in tensors.items() for name, tensor in own.items()}
+
+
+class MethodAggregator:
+    """Aggregates the replies of one round for all parts of a method."""
+
+    def __init__(self, method: Method, state: Tensors, round: int) -> None:
+        self.method, self.state = method, state
+        self.aggregators: dict[str, Aggregator] = {}
+        self.parts = method.replying_parts(round)
+        for part in self.parts:
+            aggregator = part.aggregator(method.tensors_of(part, state), round, self.aggregators)
+            if aggregator is not None:
+                self.aggregators[part.name] = aggregator
+
+    def add(self, client: ClientInfo, reply: Message) -> None:
+        weights = self.method.tensors_of(self.method.average_part, reply.tensors)
+        for part in self.parts:
+            if part.name in self.aggregators:
+                own = weights | self.method.tensors_of(part, reply.tensors)
+                self.aggregators[part.name].add(client, Message(own, reply.numbers))
+
+    def result(self) -> tuple[Tensors, Records]:
+        """The next state and the records of the round. The weights come first, because other parts may replace them."""
+        method, records = self.method, Records()
+        average = method.average_part
+        merged = method.tensors_of(average, self.state)
+        states = {part: method.tensors_of(part, self.state) for part in method.active_parts}
+        for part in sorted(self.parts, key=lambda part: part is not average):
+            if part.name in self.aggregators:
+                own, logged = self.aggregators[part.name].result(merged)
+                records |= logged
+                if part is average:
+                    merged |= own
+                else:
+                    states[part] = own
+        self._check(merged)
+        return method.join(states | {average: merged}), records
+
+    def _check(self, merged: Tensors) -> None:
+        """An unusable model is never stored: clients that train from it would be blamed in the next round."""
+        weights, average = merged.get("weights"), self.method.average_part
+        if weights is None:
+            return
+        reason = None if all_finite(weights) else "the aggregated weights hold NaN or infinite values"
+        if reason is None and hasattr(average, "weights") and has_negative_variance(weights, average.weights):
+            reason = "the aggregated model holds a negative variance"
+        if reason is not None:
+            raise AggregationError(f"{reason}, so that no round can follow from it.")

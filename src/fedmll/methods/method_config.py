@@ -9,72 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
+from fedmll.config.experiment import Experiment
 from fedmll.core import registry
 from fedmll.methods.base import AUTO, Component, PartOptions, Resolved, ServerOnlyPart
 from fedmll.methods.recipe import MethodRecipe
+from fedmll.methods.task import Task
 
 if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
     from fedmll.methods.method import Method
-    from fedmll.methods.task import Task
-
 
 Validate = Callable[[type[BaseModel], Mapping[str, Any]], BaseModel]
-
-
-def _validate(schema: type[BaseModel], values: Mapping[str, Any]) -> BaseModel:
-    return schema(**values)
-
-
-class MethodEntry:
-    """What can be the name of a method in an experiment, and how it is described in tables. A class with a `name` is
-    registered."""
-
-    name: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    paper: ClassVar[str] = ""  # authors, venue, year
-    setting: ClassVar[tuple[str, ...]] = ("skew",)  # what it is for: skew, partial annotation, private labels
-    up: ClassVar[str] = ""  # what a client sends in addition to the weights …
-    down: ClassVar[str] = ""  # … what it receives in addition to them …
-    remembers: ClassVar[str] = ""  # … and what it keeps between its rounds
-    published: ClassVar[dict[str, Any]] = {}  # the settings of the paper, used by `--as-published`
-    unpublished: ClassVar[dict[str, str]] = {}  # settings of the paper that only the user can give → what they are
-    symbols: ClassVar[dict[str, str]] = {}  # the paper's symbol of an option, accepted too → its name here
-    keep: ClassVar[Literal["last", "best"]] = "last"  # which round's model is the result
-
-    Options: ClassVar[type[BaseModel]] = PartOptions
-    config_class: ClassVar[type[MethodConfig]]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if cls.__dict__.get("name"):
-            registry.register("method", cls.name)(cls)
-
-    @classmethod
-    def canonical_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The options under their names here. If an option is given under both names, the later one counts."""
-        return cls.config_class.rename_symbols(cls, values)
-
-    @classmethod
-    def configure(cls, values: Mapping[str, Any], validate: Validate = _validate) -> MethodConfig:
-        """The method with these options.
-
-        Args:
-            values: The options as they are in [method]; missing ones have their defaults.
-            validate: Makes a pydantic model of the options. An experiment passes one with its own error messages.
-        """
-        values = cls.canonical_options(values)
-        return cls.config_class(cls, validate(cls.config_class.schema(cls, values), values))
-
-    @classmethod
-    def every_component(cls) -> list[type[Component]]:
-        """All heads and parts that its options can select."""
-        return []
-
-    @classmethod
-    def default_recipe(cls) -> MethodRecipe | None:
-        """The recipe with the default options; None if there is none of its own."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -85,16 +29,6 @@ class MethodConfig:
     options: Any
     pooled: ClassVar[bool] = False  # a run mode: one client has all data and all labels
 
-    @classmethod
-    def rename_symbols(cls, entry: type[MethodEntry], values: Mapping[str, Any]) -> dict[str, Any]:
-        """See MethodEntry.canonical_options."""
-        return {entry.symbols.get(name, name): value for name, value in values.items()}
-
-    @classmethod
-    def schema(cls, entry: type[MethodEntry], values: Mapping[str, Any]) -> type[BaseModel]:
-        """The model that validates these options."""
-        return entry.Options
-
     @property
     def values(self) -> dict[str, Any]:
         """All options with their values, as they are in [method]."""
@@ -104,8 +38,7 @@ class MethodConfig:
     @cached_property
     def recipe(self) -> MethodRecipe:
         """The head and the parts that these options select."""
-        found: MethodRecipe = self.method.recipe(self.options)
-        return found
+        return self.method.recipe(self.options)
 
     @property
     def method(self) -> type[Method]:
@@ -157,15 +90,8 @@ class MethodConfig:
 
     def values_for_sites(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values of [method] that sites receive: without those of parts that only the server runs."""
-        hidden = {
-            name
-            for part in self.method.every_part()
-            if issubclass(part, ServerOnlyPart)
-            for name in part.Options.model_fields
-        }
-        for choice in self.method.choices():
-            if any(part is not None and issubclass(part, ServerOnlyPart) for part in choice.parts.values()):
-                hidden.add(choice.option)
+        hidden = {name for part in self.method.every_part() if _server_only(part) for name in part.Options.model_fields}
+        hidden |= {choice.option for choice in self.method.choices() if any(map(_server_only, choice.parts.values()))}
         return {name: value for name, value in values.items() if name not in hidden}
 
     def build(self, task: Task) -> Method:
@@ -173,4 +99,61 @@ class MethodConfig:
         return self.method(task, self)
 
 
-MethodEntry.config_class = MethodConfig
+def _server_only(part: type[Component] | None) -> bool:
+    return part is not None and issubclass(part, ServerOnlyPart)
+
+
+class MethodEntry:
+    """What can be the name of a method in an experiment, and how it is described in tables. A class with a `name` is
+    registered."""
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    paper: ClassVar[str] = ""  # authors, venue, year
+    setting: ClassVar[tuple[str, ...]] = ("skew",)  # what it is for: skew, partial annotation, private labels
+    up: ClassVar[str] = ""  # what a client sends in addition to the weights …
+    down: ClassVar[str] = ""  # … what it receives in addition to them …
+    remembers: ClassVar[str] = ""  # … and what it keeps between its rounds
+    published: ClassVar[dict[str, Any]] = {}  # the settings of the paper, used by `--as-published`
+    unpublished: ClassVar[dict[str, str]] = {}  # settings of the paper that only the user can give → what they are
+    symbols: ClassVar[dict[str, str]] = {}  # the paper's symbol of an option, accepted too → its name here
+    keep: ClassVar[Literal["last", "best"]] = "last"  # which round's model is the result
+
+    Options: ClassVar[type[BaseModel]] = PartOptions
+    config_class: ClassVar[type[MethodConfig]] = MethodConfig
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__dict__.get("name"):
+            registry.register("method", cls.name)(cls)
+
+    @classmethod
+    def canonical_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The options under their names here. If an option is given under both names, the later one counts."""
+        return {cls.symbols.get(name, name): value for name, value in values.items()}
+
+    @classmethod
+    def schema(cls, values: Mapping[str, Any]) -> type[BaseModel]:
+        """The model that validates these options."""
+        return cls.Options
+
+    @classmethod
+    def configure(cls, values: Mapping[str, Any], validate: Validate = lambda kind, own: kind(**own)) -> MethodConfig:
+        """The method with these options.
+
+        Args:
+            values: The options as they are in [method]; missing ones have their defaults.
+            validate: Makes a pydantic model of the options. An experiment passes one with its own error messages.
+        """
+        values = cls.canonical_options(values)
+        return cls.config_class(cls, validate(cls.schema(values), values))
+
+    @classmethod
+    def every_component(cls) -> list[type[Component]]:
+        """All heads and parts that its options can select."""
+        return []
+
+    @classmethod
+    def default_recipe(cls) -> MethodRecipe | None:
+        """The recipe with the default options; None if there is none of its own."""
+        return None

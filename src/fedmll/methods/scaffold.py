@@ -1,23 +1,23 @@
 """SCAFFOLD — Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled Averaging for
 Federated Learning", ICML 2020.
 
-Control variates: c of the server, c_i of every client, gradients both. A client's steps are w ← w − lr (g_i(w) + c −
-c_i) (Eq. 3); after τ of them (Eq. 4, option II; Eq. 5)
+Control variates are estimates of gradients: c at the server and c_i at every client. A client's steps are
+w ← w − lr (g_i(w) + c − c_i) (Eq. 3). After τ steps (Eq. 4, option II; Eq. 5)
 
     c_i⁺ = c_i − c + (w_g − w_i)/(τ lr),   c ← c + (1/N) Σ (c_i⁺ − c_i),   w as FedAvg,
 
-with N all clients, also those that did not take part. Parameters only. (w_g − w_i)/(τ lr) is the mean gradient of
-plain SGD. With momentum ρ it is up to 1/(1 − ρ) times too long, and of Adam's steps it has no scale at all: both are
-refused.
+where N is the number of all clients, also of those that did not take part. It applies to parameters only, not to
+buffers. (w_g − w_i)/(τ lr) is the mean gradient only for plain SGD, so momentum and other optimisers are refused.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Tensors
 from fedmll.methods.allowed_replies import LARGEST_GROWTH
@@ -25,12 +25,9 @@ from fedmll.methods.base import Part, Records, TensorSpec, vectorized
 from fedmll.methods.client_round import ClientRound
 from fedmll.methods.method import Method
 
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
-
 
 class ControlVariates(Part):
-    """Every gradient + c − c_i (Eq. 3–5)."""
+    """Adds c − c_i to every gradient (Eq. 3–5)."""
 
     name = "control-variates"
     conflicts = frozenset({"private-labels", "local-models"})
@@ -43,8 +40,8 @@ class ControlVariates(Part):
         if training.optimizer != "sgd" or training.momentum:
             now = "momentum" if training.optimizer == "sgd" else f"'{training.optimizer}'"
             raise ConfigError(
-                f"SCAFFOLD (the part '{cls.name}') reads the mean gradient of a round off the way of plain SGD, and "
-                f"that of {now} is no such mean. Set training.optimizer = 'sgd' (with a larger training.lr) and "
+                f"SCAFFOLD (the part '{cls.name}') computes the mean gradient of a round from the update of plain SGD, "
+                f"which is not possible with {now}. Set training.optimizer = 'sgd' (with a larger training.lr) and "
                 "training.momentum = 0."
             )
 
@@ -70,7 +67,7 @@ class ControlVariates(Part):
         return {"change": change}
 
     def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
-        """No longer than what the weights that are believed allow in one step."""
+        """The norm is bounded by the largest update of the weights that is accepted, as if made in one step."""
         longest = (LARGEST_GROWTH + 1) * (1 + float(sent["weights"].norm())) / self.task.experiment.training.lr
         return {"change": TensorSpec(tuple(sent["c"].shape), norm=longest + float(sent["c"].norm()))}
 
@@ -80,11 +77,10 @@ class ControlVariates(Part):
 
 class Scaffold(Method):
     name = "scaffold"
-    summary = "FedAvg whose clients correct each gradient by c − c_i; plain SGD"
+    summary = "FedAvg with control variates that correct each gradient by c − c_i; only for plain SGD"
     paper = "Karimireddy et al., ICML 2020"
-    setting = ("skew",)
     up = "the change of its control variate (as large as the model)"
     down = "the server's control variate (as large as the model)"
-    remembers = "its control variate"
+    remembers = "its control variate (as large as the model)"
     parts = (*Method.parts, ControlVariates)
     published: ClassVar[dict[str, Any]] = {"training.optimizer": "sgd"}

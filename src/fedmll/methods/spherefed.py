@@ -1,24 +1,25 @@
 """SphereFed — Dong, Zhang, Li and Kung, "SphereFed: Hyperspherical Federated Learning", ECCV 2022.
 
-Features f on the unit sphere, a classifier W with orthonormal rows that is the same everywhere and never trained, and
-the squared error of the scores s = W f, mean over the known entries: (s_c − y_c)². What clients disagree about is then
-only the representation. After the last round W is fitted in closed form (calibration) from the clients' sums,
+Features f are unit vectors. The classifier W has orthonormal rows, is the same at all clients and is not trained. The
+loss is the mean squared error (s_c − y_c)² of the scores s = W f over the known entries. So only the representations of
+the clients can differ. After the last round W is fitted in closed form (calibration) from the clients' sums,
 
-    w_c = (Σ f fᵀ + ε n_c I)⁻¹ Σ f y_c    over the n_c samples whose target of c is known (parts/ridge.py).
+    w_c = (Σ f fᵀ + ε n_c I)⁻¹ Σ f y_c    over the n_c samples with a known target of c (parts/ridge_head.py).
 
-A score of ½ is p = ½, with the slope of the line: logits are z = 4 (s − ½), for every other part too. Unknown targets
-count nowhere. With several labels a unit vector cannot score 1 on each, and calibration finds the scale.
+Other parts see the logits z = 4 (s − ½), so a score of ½ is p = ½. Unknown targets are not used. A unit vector cannot
+score 1 for several labels; the calibration finds the right scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Tensors
 from fedmll.core.processes import single_thread
@@ -31,15 +32,12 @@ from fedmll.models.backbones import Backbone
 from fedmll.models.class_attention import orthonormal
 from fedmll.models.network import CLASSIFIER_ROWS, Network
 
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
-
 CLASSIFIER = "classifier"
 
 
 class SphereNetwork(Network):
-    """Unit features, scored by rows that no gradient reaches. The rows are a buffer among the weights: they travel with
-    them, so that a calibrated model is a model like any other."""
+    """Unit features and a classifier that is not trained. The classifier is a buffer and so is sent with the
+    weights: a calibrated model needs no special handling."""
 
     classifier: Tensor
 
@@ -58,7 +56,7 @@ class SphereNetwork(Network):
 
 
 class SphereHead(Head):
-    """Features on the unit sphere, a fixed classifier with orthonormal rows."""
+    """Features of norm 1, and a fixed classifier with orthonormal rows."""
 
     name = "sphere"
     provides = frozenset({"unit-features"})
@@ -67,8 +65,8 @@ class SphereHead(Head):
     def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         if experiment.model.freeze == "backbone" and experiment.model.width is None:
             raise ConfigError(
-                "With model.freeze = 'backbone' and a fixed classifier (SphereFed) nothing is left to train. Set "
-                "model.width, a trained neck between them, or freeze only the first stages."
+                "With model.freeze = 'backbone' and a fixed classifier (SphereFed) there is nothing to train. Set "
+                "model.width, which adds a trained layer between them, or freeze only the first stages."
             )
 
     def build(self, backbone: Backbone) -> SphereNetwork:
@@ -95,7 +93,7 @@ class SquaredError(TargetLoss):
 
 
 class ClassifierCalibration(HeadFromSums):
-    """The classifier is fitted to all clients' features, after the last round."""
+    """After the last round the classifier is fitted to the features of all clients."""
 
     name = "calibration"
     requires = frozenset({"unit-features"})
@@ -103,7 +101,7 @@ class ClassifierCalibration(HeadFromSums):
     unit = True
 
     class Options(PartOptions):
-        eps: float = option(1e-4, "ε of the calibration, relative to n", gt=0)
+        eps: float = option(1e-4, "ε: ridge penalty of the calibration, relative to n_c", gt=0)
 
     def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
         return CalibrationAggregator(self) if self.asked(round) else None
@@ -116,21 +114,18 @@ class CalibrationAggregator(FeatureSumsAggregator):
         weights = merged["weights"].clone()
         rows = weights[place.where].view(place.shape)
         for number, gram in enumerate(self.grams):
-            count, round_state = gram[-1, -1], self.of == number
-            if float(count) > 0:  # a class of which nobody knows anything keeps its row
+            count, members = gram[-1, -1], self.of == number
+            if float(count) > 0:  # a class without a known target keeps its row
                 ridge = self.part.options.eps * count * torch.eye(len(gram) - 1, dtype=gram.dtype)
-                rows[round_state] = torch.linalg.solve(gram[:-1, :-1] + ridge, self.cross[round_state, :-1].T).T.float()
+                rows[members] = torch.linalg.solve(gram[:-1, :-1] + ridge, self.cross[members, :-1].T).T.float()
         merged["weights"] = weights
         return {}, {}
 
 
 class SphereFed(Method):
     name = "spherefed"
-    summary = "unit features, a fixed orthonormal classifier, squared error; the classifier is fitted in the end"
+    summary = "unit features, a fixed orthonormal classifier, squared error; the classifier is fitted at the end"
     paper = "Dong et al., ECCV 2022"
-    setting = ("skew",)
-    up = "once, in the end: second moments of its features"
-    down = ""
-    remembers = ""
+    up = "once, at the end: second moments of its features"
     head = SphereHead
-    parts = (SquaredError, switch("calibrated", ClassifierCalibration, "closed-form classifier at the end"))
+    parts = (SquaredError, switch("calibrated", ClassifierCalibration, "fit the classifier after the last round"))

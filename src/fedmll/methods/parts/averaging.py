@@ -1,29 +1,47 @@
-"""The weighted average of FedAvg, from which the other averages are derived."""
+"""Averages of the clients' weights: FedAvg's weighted mean, and two averages that tolerate a faulty client. With
+Δ_k = w_k − w the update of client k of K:
+
+  mean           w ← Σ_k p_k w_k, p_k ∝ N_k (McMahan et al., 2017)
+  clipped-mean   w ← w + Σ_k p_k min(1, m/‖Δ_k‖) Δ_k, m the median of all ‖Δ_j‖ (the lower one of two middle values).
+                 Bounded norms: Sun et al., "Can You Really Backdoor Federated Learning?", 2019. The round's median as
+                 the bound: Andrew et al., "Differentially Private Learning with Adaptive Clipping", 2021.
+  trimmed-mean   in every coordinate the mean of the w_k without the ⌊βK⌋ smallest and the ⌊βK⌋ largest, with equal
+                 weights: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", 2018.
+                 With three or more replies, at least one is left out at each end.
+
+Parameters and running statistics have different norms, so each has its own median and clipping. The last two averages
+read the replies twice, from the disk (`core.message.DiskBuffer`): one model is in memory for any number of clients.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fedmll.core.errors import ReplyRejected
-from fedmll.core.message import Message, Tensors
+from fedmll.core.message import DiskBuffer, Message, Tensors
 from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
 from fedmll.methods.client_round import ClientInfo, ClientRound
+from fedmll.methods.recipe import PartChoice
 
 MOST_STEPS = 1e12  # the largest value of an integer buffer, such as BatchNorm's count of batches
+BLOCK = 1 << 22  # how many numbers are sorted at once
 
 
 class WeightedAverage(Part):
-    """w ← Σ_k (N_k/ΣN) w_k over the replies, for parameters and float buffers; integers are the first reply's."""
+    """w ← Σ_k (N_k/ΣN) w_k over the replies, for parameters and float buffers. Integer buffers are taken from the first
+    reply."""
 
     name = "mean"
     provides = frozenset({"aggregation"})
 
     class Options(PartOptions):
-        weighting: Literal["size", "equal"] = option("size", "weight of a client in the average: its size N_k, or 1")
+        weighting: Literal["size", "equal"] = option("size", "weight of a client: its number of samples N_k, or 1")
 
     def initial_state(self) -> Tensors:
         return self.weights.dump()
@@ -61,7 +79,7 @@ class WeightedAverageAggregator(Aggregator):
 
 
 class WeightedMean:
-    """Σ w·x / Σ w of a stream of float tensors, summed in float64; integers are those of the first entry."""
+    """Σ w·x / Σ w of a stream of float tensors, summed in float64. Integer tensors are taken from the first entry."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -100,3 +118,76 @@ class SoftmaxMean(WeightedMean):
                 running.mul_(shrink)
             self.largest = score
         super().add(tensors, math.exp(score - self.largest))
+
+
+class ClippedMean(WeightedAverage):
+    """w ← w + Σ_k p_k min(1, m/‖Δ_k‖) Δ_k: updates with a norm above the median m are scaled down to it."""
+
+    name = "clipped-mean"
+
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
+        return ClippedMeanAggregator(self, state["weights"])
+
+
+class TrimmedMean(WeightedAverage):
+    """The mean in every coordinate, without the smallest and the largest values. All clients have equal weights."""
+
+    name = "trimmed-mean"
+
+    class Options(PartOptions):
+        trim: float = option(0.2, "β: share of the clients that is left out at each end (at least one)", ge=0, lt=0.5)
+
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
+        return TrimmedMeanAggregator(self)
+
+
+class ClippedMeanAggregator(Aggregator):
+    """Keeps the replies on disk until the median norm is known."""
+
+    def __init__(self, part: ClippedMean, start: Tensor) -> None:
+        self.part, self.start, self.buffer = part, start, DiskBuffer[ClientInfo]()
+        self.parts = (slice(0, part.weights.parameter_end), slice(part.weights.parameter_end, len(start)))
+        self.norms: list[list[float]] = []  # of each update: parameters, statistics
+
+    def add(self, client: ClientInfo, reply: Message) -> None:
+        update = reply["weights"].double() - self.start
+        self.norms.append([float(update[place].norm()) for place in self.parts])
+        self.buffer.add(client, reply)
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        limits = [statistics.median_low(norms) for norms in zip(*self.norms, strict=True)]
+        total, moved = 0.0, torch.zeros_like(self.start, dtype=torch.float64)
+        for (_, reply), norms in zip(self.buffer, self.norms, strict=True):
+            weight = self.part.weight(reply)
+            total += weight
+            for place, norm, limit in zip(self.parts, norms, limits, strict=True):
+                kept = 1.0 if norm <= limit else limit / norm
+                moved[place].add_(reply["weights"][place].double() - self.start[place], alpha=weight * kept)
+        new = (self.start + moved / total).float()
+        clipped = sum(norms[0] > limits[0] for norms in self.norms)
+        return {"weights": new} | self.buffer.integers, {"update_norm": limits[0], "clipped": float(clipped)}
+
+
+class TrimmedMeanAggregator(Aggregator):
+    """Keeps the replies on disk and sorts them coordinate by coordinate."""
+
+    def __init__(self, part: TrimmedMean) -> None:
+        self.part, self.buffer = part, DiskBuffer[ClientInfo]()
+
+    def add(self, client: ClientInfo, reply: Message) -> None:
+        self.buffer.add(client, reply)
+
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        count = len(self.buffer)
+        cut = max(int(self.part.options.trim * count), 1 if self.part.options.trim and count >= 3 else 0)
+        means = [
+            block.sort(0).values[cut : count - cut].mean(0, dtype=torch.float64) for block in self.buffer.columns(BLOCK)
+        ]
+        return {"weights": torch.cat(means).float()} | self.buffer.integers, {"trimmed": float(2 * cut)}
+
+
+AVERAGES = PartChoice(
+    "average",
+    {"mean": WeightedAverage, "clipped-mean": ClippedMean, "trimmed-mean": TrimmedMean},
+    "how the server averages; the last two tolerate a faulty client",
+)

@@ -4,8 +4,9 @@ predictions of the round's client models h_k on unlabelled images, for each clie
   MSE        Σ_k Σ_{y ∈ Y_k}        E (h_k(y|x) − h(y|x))²
   pairwise   Σ_k Σ_{y ≠ y' ∈ Y_k}   E (h_k(y|x) h(y'|x) − h_k(y'|x) h(y|x))²     (ordered pairs)
 
-h is normalised over all classes (scope `global`, the paper) or over Y_k (`restricted`). Labels that no client of the
-round has harm the pairwise loss (Appendix B), so by default (`absent = omit`) h is normalised over the other labels.
+h is normalised over all classes (scope `global`, as in the paper) or over Y_k (`restricted`). Labels that no client of
+the round has make the pairwise loss worse (Appendix B). So by default (`absent = omit`) h is normalised over the other
+labels.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.processes import single_thread
@@ -28,9 +30,6 @@ from fedmll.data.images.formats import find_images
 from fedmll.methods.base import AbsolutePath, Aggregator, PartOptions, Records, ServerOnlyPart, option
 from fedmll.methods.client_round import EVALUATION_BATCH, ClientInfo
 from fedmll.methods.parts.classifier_rows import HeadRows, own_rows
-
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -82,32 +81,32 @@ class TuningObjective:
     batch: int
     lr: float
 
-    def objective(self, opinions: ClientPredictions) -> Callable[[Tensor, Tensor], Tensor]:
-        """The loss of (logits, places): of the classifier's logits (B, C) for the tuning images at `places`."""
-        support, counted = opinions.own, opinions.own
+    def objective(self, predictions: ClientPredictions) -> Callable[[Tensor, Tensor], Tensor]:
+        """The loss as a function of the classifier's logits (B, C) and the indices of their tuning images."""
+        support, counted = predictions.own, predictions.own
         if self.loss == "pairwise" and self.absent == "penalise":
-            support = counted = opinions.own | opinions.absent  # pairs with an absent label, where h_k is 0
+            support = counted = predictions.own | predictions.absent  # pairs with an absent label, where h_k is 0
         if self.scope == "global":
             omitted = self.loss == "pairwise" and self.absent == "omit"
-            support = (~opinions.absent if omitted else torch.ones_like(opinions.absent))[None, None]
+            support = (~predictions.absent if omitted else torch.ones_like(predictions.absent))[None, None]
         function = mse if self.loss == "mse" else pairwise
 
         def loss(logits: Tensor, places: Tensor) -> Tensor:
-            return function(opinions.p[:, places], self._h(logits, support), counted)
+            return function(predictions.p[:, places], self._h(logits, support), counted)
 
         return loss
 
     def _h(self, logits: Tensor, support: Tensor) -> Tensor:
-        """Probabilities of softmax over `support`; sigmoids need no normalisation."""
+        """Softmax over `support`, or sigmoids, which need no normalisation."""
         if not self.softmax:
             return torch.sigmoid(logits)[None]
         return torch.softmax(logits[None].masked_fill(~support, -torch.inf), 2)
 
-    def fit(self, rows: Tensor, features: Tensor, opinions: ClientPredictions, generator: torch.Generator) -> Tensor:
-        """The classifier's rows (C, width and bias) after `steps` of Adam on batches of the tuning images' features."""
+    def fit(self, rows: Tensor, features: Tensor, predictions: ClientPredictions, generator: torch.Generator) -> Tensor:
+        """The classifier's rows (C, width + bias) after `steps` of Adam on batches of the tuning images' features."""
         tuned = rows.to(features.device).clone().requires_grad_()
         optimizer = torch.optim.Adam([tuned], self.lr)
-        loss = self.objective(opinions)
+        loss = self.objective(predictions)
         size = min(self.batch, len(features))
         left = torch.empty(0, dtype=torch.int64)
         for _ in range(self.steps):
@@ -121,20 +120,20 @@ class TuningObjective:
 
 
 class CentralTuning(ServerOnlyPart):
-    """After the average, the classifier is fitted to the clients' predictions for unlabelled images of the server."""
+    """After averaging, the server fits the classifier to the clients' predictions for its unlabelled images."""
 
     name = "tuning"
     requires = frozenset({"class-rows"})
 
     class Options(PartOptions):
-        tuning: Literal["none", "mse", "pairwise"] = option("mse", "the loss that it is fitted with")
-        tuning_images: AbsolutePath | None = option(None, "a folder of images; default: the server's share")
-        scope: Literal["global", "restricted"] = option("global", "what h is normalised over: all classes, Y_k")
-        absent: Literal["omit", "naive", "penalise"] = option("omit", "pairwise: labels that no client has")
-        feedback: bool = option(True, "the next round starts from the tuned classifier")
-        tuning_steps: int = option(60, "steps of Adam", ge=1)
-        tuning_batch: int = option(256, "images per step", ge=1)
-        tuning_lr: float = option(5e-3, "learning rate", gt=0)
+        tuning: Literal["none", "mse", "pairwise"] = option("mse", "loss of the tuning")
+        tuning_images: AbsolutePath | None = option(None, "folder of images; none: the server's share of the data")
+        scope: Literal["global", "restricted"] = option("global", "normalise h over all classes, or over Y_k")
+        absent: Literal["omit", "naive", "penalise"] = option("omit", "rule of pairwise for labels that no client has")
+        feedback: bool = option(True, "start the next round from the tuned classifier")
+        tuning_steps: int = option(60, "number of Adam steps", ge=1)
+        tuning_batch: int = option(256, "number of images per step", ge=1)
+        tuning_lr: float = option(5e-3, "learning rate of the tuning", gt=0)
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
@@ -163,7 +162,7 @@ class CentralTuning(ServerOnlyPart):
 
     @cached_property
     def _images(self) -> Tensor:
-        """The unlabelled samples of the server, as they are stored."""
+        """The server's unlabelled samples, as they are stored."""
         folder, data = self.options.tuning_images, self.task.server_data
         if folder is not None:
             return torch.from_numpy(read_images(folder, self.task.sample_shape))
@@ -172,19 +171,19 @@ class CentralTuning(ServerOnlyPart):
 
     @torch.no_grad()
     def features(self, tensors: Tensors) -> Tensor:
-        """Of the tuning images, by the global network with these weights in it."""
+        """The features of the tuning images, computed with these weights."""
         self.weights.load(tensors)
         self.model.eval()
         batches = self._images.split(EVALUATION_BATCH)
         return torch.cat([self.model.features(self.task.preprocess(batch.to(self.task.device))) for batch in batches])
 
     @single_thread()
-    def opinion(self, reply: Tensors, rows: Tensor) -> Tensor:
-        """h_k(y|x) of the tuning images for y ∈ Y_k. Only this is kept of a reply."""
+    def predict(self, reply: Tensors, rows: Tensor) -> Tensor:
+        """h_k(y|x) for the tuning images and y ∈ Y_k. Nothing else of a reply is kept."""
         head, count = HeadRows.of(self.weights), len(self.task.classes)
         front, own, back = head.split(reply["weights"], len(rows) if self.by_label else count)
-        anything = own.new_zeros(count, own.shape[1])  # the features do not need the head
-        features = self.features(reply | {"weights": head.join(front, anything, back)})
+        unused = own.new_zeros(count, own.shape[1])  # the features do not depend on the head
+        features = self.features(reply | {"weights": head.join(front, unused, back)})
         own = own.to(features.device)
         logits = F.linear(features, own[:, :-1], own[:, -1])
         if self.by_label:
@@ -197,19 +196,19 @@ class CentralTuning(ServerOnlyPart):
         return torch.softmax(logits, 1) if self.softmax else torch.sigmoid(logits)
 
     @single_thread()
-    def tuned(self, merged: Tensors, opinions: ClientPredictions, round: int) -> Tensor:
-        """The merged weights with the tuned classifier."""
+    def tuned(self, merged: Tensors, predictions: ClientPredictions, round: int) -> Tensor:
+        """The averaged weights with the tuned classifier."""
         o, head = self.options, HeadRows.of(self.weights)
         objective = TuningObjective(
             o.tuning, self.softmax, o.scope, o.absent, o.tuning_steps, o.tuning_batch, o.tuning_lr
         )
         front, rows, back = head.split(merged["weights"], len(self.task.classes))
         generator = torch_generator(self.task.seed, round, "tuning")
-        return head.join(front, objective.fit(rows, self.features(merged), opinions, generator), back)
+        return head.join(front, objective.fit(rows, self.features(merged), predictions, generator), back)
 
 
 class TuningAggregator(Aggregator):
-    """Keeps the predictions of each client's model, and then tunes the classifier."""
+    """Collects the predictions of each client's model, then tunes the classifier."""
 
     def __init__(self, part: CentralTuning, round: int) -> None:
         self.part, self.round = part, round
@@ -218,11 +217,11 @@ class TuningAggregator(Aggregator):
 
     def add(self, client: ClientInfo, reply: Message) -> None:
         self.rows.append(own_rows(self.part.task.classes, client.owned))
-        self.predictions.append(self.part.opinion(reply.tensors, self.rows[-1]))
+        self.predictions.append(self.part.predict(reply.tensors, self.rows[-1]))
 
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
-        opinions = ClientPredictions.gather(self.predictions, self.rows, len(self.part.task.classes))
-        tuned = self.part.tuned(merged, opinions, self.round)
+        predictions = ClientPredictions.gather(self.predictions, self.rows, len(self.part.task.classes))
+        tuned = self.part.tuned(merged, predictions, self.round)
         if not self.part.options.feedback:
             return {"tuned": tuned}, {}
         merged["weights"] = tuned

@@ -1,4 +1,4 @@
-"""Classifier rows: a model's flat weights taken apart at its head, which has one row a class."""
+"""Classifier rows: splits the flat weights of a model at its head, which has one row per class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedmll.models.flat_weights import FlatWeights
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Flat weights are [what comes before the head, its matrix, its bias, what comes after it]."""
+    """The flat weights are [before the head, matrix of the head, bias of the head, after the head]."""
 
     start: int
     width: int  # of a row of the matrix
@@ -35,5 +35,5 @@ class HeadRows:
 
 
 def own_rows(classes: Sequence[str], owned: Tensor) -> Tensor:
-    """A client's classes in its own order: by name, which does not depend on what other classes there are."""
+    """The indices of a client's classes, sorted by name. This order does not depend on the other classes."""
     return torch.tensor(sorted(owned.nonzero().flatten().tolist(), key=lambda row: classes[row]), dtype=torch.int64)

@@ -1,5 +1,5 @@
-"""The consensus of label correlations (FedHarmony, Eq. 1–3 and Alg. 1): what each client's model thinks goes together,
-and what all the others think."""
+"""The consensus of label correlations (FedHarmony, Eq. 1–3 and Alg. 1): which labels are correlated in the predictions
+of each client's model, and in those of all other clients."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ from fedmll.methods.parts.label_correlation import (
     spectral_blocks,
 )
 
-LARGEST = 1 + 1e-4  # |R| ≤ 1 for every set of scores
+LARGEST = 1 + 1e-4  # |R| ≤ 1 for any scores, up to rounding
 
 
 class CorrelationConsensus(Part):
-    """R_k goes up after training; what the others agree on, R*_k, and the blocks of it come down (Eq. 1–3, Alg. 1)."""
+    """Clients send R_k after training. They receive the consensus R*_k of the other clients (Eq. 1–3, Alg. 1)."""
 
     name = "correlation"
     conflicts = frozenset({"private-labels"})
 
     class Options(PartOptions):
-        blocks: bool = option(True, "spectral blocks (Eq. 8, Alg. 1); off: one block of all labels")
-        consolidation: Consolidation = option("mean", "what makes R*_k of the others' R (Eq. 3)")
-        clusters: Annotated[int, Field(ge=1)] | Literal["sqrt"] = option("sqrt", "G, the number of blocks; sqrt: ⌈√C⌉")
-        clustering: Literal["each", "once"] = option("each", "of every R*_k at its client; of all at the server")
+        blocks: bool = option(True, "blocks of labels by spectral clustering (Eq. 8, Alg. 1); off: one block")
+        consolidation: Consolidation = option("mean", "how R*_k is computed from the other clients' R (Eq. 3)")
+        clusters: Annotated[int, Field(ge=1)] | Literal["sqrt"] = option("sqrt", "G: number of blocks; sqrt: ⌈√C⌉")
+        clustering: Literal["each", "once"] = option(
+            "each", "each: every client clusters its R*_k; once: the server clusters the consensus of all"
+        )
         start_round: int = option(2, "the first round with a consensus", ge=2)
 
     def consensus(self, state: Tensors, round: int) -> LeaveOneOutConsensus | None:
-        """The last round's matrices, where there is a consensus in this round."""
+        """The last round's matrices, if there is a consensus in this round."""
         if round < self.options.start_round or "clients" not in state:
             return None
         return LeaveOneOutConsensus.from_tensors(state, self.options.consolidation)
@@ -60,7 +62,7 @@ class CorrelationConsensus(Part):
         return sent | {"blocks": state["blocks"]} if "blocks" in state else sent
 
     def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
-        """The client's correlations, and its blocks if it made them."""
+        """The client's correlations, and its blocks if it clusters."""
         classes = len(self.task.classes)
         expected = {
             "correlation": TensorSpec(
@@ -85,9 +87,9 @@ class CorrelationConsensus(Part):
         return {"consensus": consensus, "blocks": self.cluster(consensus) if self.options.blocks else self.one_block()}
 
     def on_round_end(self, client_round: ClientRound, round_state: dict[str, Tensor]) -> Tensors:
-        """R_k (Eq. 1–2): one pass of the trained model, in eval mode, over the client's data. A trained model predicts
-        nearly its labels, so R of a class that one patient has shows the patient's other labels: rows and columns of
-        withheld classes are 0."""
+        """R_k (Eq. 1–2), from the predictions of the trained model in evaluation mode. These are close to the labels,
+        so R of a class that only one patient has would show the patient's other labels. Rows and columns of classes
+        that may not leave the site are therefore 0."""
         streamed = StreamedCorrelation(len(self.task.classes))
         for scores in client_round.outputs().probabilities.split(EVALUATION_BATCH):
             streamed.add(scores)
@@ -104,7 +106,7 @@ class CorrelationConsensus(Part):
 
 
 class CorrelationAggregator(Aggregator):
-    """What a round's replies said of correlations: K × C² numbers at most."""
+    """The correlations in the replies of a round: at most K × C² numbers."""
 
     def __init__(self, part: CorrelationConsensus, state: Tensors, consensus: LeaveOneOutConsensus | None) -> None:
         self.part, self.state, self.consensus = part, state, consensus
@@ -125,7 +127,8 @@ class CorrelationAggregator(Aggregator):
             self.discrepancies.append(discrepancy(reply["correlation"], teacher, blocks))
 
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
-        """What the next round's consensus is made of; and for the report, by client: size, discrepancy and blocks."""
+        """The matrices for the next round's consensus; and for the report the size, discrepancy and blocks of each
+        client."""
         option, kept = self.part.options, {"scale": self.state["scale"]} if "scale" in self.state else {}
         records: Records = {"clients": torch.tensor(self.clients), "sizes": doubles(self.sizes)}
         if self.discrepancies:

@@ -1,7 +1,7 @@
-"""Label correlations (FedHarmony): φ-style matrices from scores or labels, their leave-one-out consensus,
-blocks of labels that belong together, and the distance of two matrices within the blocks.
+"""Label correlations (FedHarmony): φ-style matrices from scores or labels, their leave-one-out consensus, blocks of
+correlated labels, and the distance between two matrices within the blocks.
 
-A matrix R is (C, C). Blocks are (C,) whole numbers, a block's number for each label.
+A matrix R is (C, C). Blocks are integers (C,): the number of the block of each label.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from fedmll.core.message import Tensors
 
 Consolidation = Literal["mean", "size-weighted", "median"]
-STORED = ("clients", "matrices", "weights", "middle")  # what a Consensus is as named tensors
+STORED = ("clients", "matrices", "weights", "middle")  # the tensors of a LeaveOneOutConsensus
 
-EPSILON = 1e-6  # Eq. 2: inside the root, where a saturated class leaves the gradient finite
-NO_LINK = 1e-6  # a correlation below this is none
-NEXT_BUCKET = 0.75  # blocks share a bucket down to this share of its largest one …
-BUCKET_COST = 4096  # … and go on sharing it while all the padding costs less than so many pairs
+EPSILON = 1e-6  # Eq. 2: inside the root, so that the gradient of a saturated class is finite
+NO_LINK = 1e-6  # smaller correlations count as 0
+NEXT_BUCKET = 0.75  # a block joins a bucket if its size is at least this share of the largest block …
+BUCKET_COST = 4096  # … or if the padding costs less than this many pairs
 
 
 # Eq. 1–2: R from scores
@@ -38,15 +38,15 @@ def normalised(covariance: Tensor, rate: Tensor) -> Tensor:
 
 
 def batch_correlation(scores: Tensor) -> Tensor:
-    """R of the scores (N, C) in [0, 1]; differentiable. Centred: p_cc' − p_c p_c' loses all its digits near p = 1."""
+    """R of the scores (N, C) in [0, 1]; differentiable. Centred: p_cc' − p_c p_c' would lose precision near p = 1."""
     rate = scores.mean(0)
     centred = scores - rate
     return normalised(centred.T @ centred / len(scores), rate)
 
 
 class StreamedCorrelation:
-    """R of scores that come batch by batch, in float64: what is kept is Σ F and the centred Σ FᵀF, joined exactly
-    (Chan et al., 1983), never the scores."""
+    """R of scores that arrive in batches, in float64. It keeps Σ F and the centred Σ FᵀF, combined as in Chan et al.
+    (1983), and not the scores."""
 
     def __init__(self, classes: int) -> None:
         self.count = 0
@@ -63,17 +63,18 @@ class StreamedCorrelation:
         self.count = total
 
     def matrix(self) -> Tensor:
-        """float32, symmetric to the last bit."""
+        """R in float32, exactly symmetric."""
         covariance = (self.scatter + self.scatter.T) / (2 * max(self.count, 1))
         return normalised(covariance, self.rate.clamp(0, 1)).float()
 
 
 def label_correlation(labels: NDArray[np.int8]) -> NDArray[np.float64]:
-    """R of true targets (1, 0, −1 unknown), each pair over the samples that know both; NaN where none does."""
+    """R of true targets (1, 0, −1 unknown). Each pair of labels uses the samples in which both are known; NaN if there
+    are none."""
     known, present = (labels >= 0).astype(np.float64), (labels == 1).astype(np.float64)
     both = known.T @ known
     with np.errstate(invalid="ignore", divide="ignore"):
-        rate = (present.T @ known) / both  # (c, c'): of c, among the samples that know c' too
+        rate = (present.T @ known) / both  # (c, c'): the rate of c among the samples in which c' is known too
         spread = rate * (1 - rate)
         covariance = (present.T @ present) / both - rate * rate.T
         correlation: NDArray[np.float64] = covariance / np.sqrt(spread * spread.T + EPSILON)
@@ -85,7 +86,7 @@ def label_correlation(labels: NDArray[np.int8]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class LeaveOneOutConsensus:
-    """A round's matrices, and what makes leaving one of them out cost O(C²) instead of O(K C²)."""
+    """The matrices of a round, and sums or middle values that make leaving one out O(C²) instead of O(K C²)."""
 
     clients: Tensor  # int64 (K,)
     matrices: Tensor  # float32 (K, C, C)
@@ -97,7 +98,7 @@ class LeaveOneOutConsensus:
     def of(
         cls, kind: Consolidation, clients: Sequence[int], matrices: Sequence[Tensor], sizes: Sequence[float]
     ) -> LeaveOneOutConsensus:
-        """Of two clients or more."""
+        """The consensus of two or more clients."""
         stacked = torch.stack(list(matrices))
         weights = torch.tensor(sizes if kind == "size-weighted" else [1.0] * len(sizes), dtype=torch.float64)
         if kind == "median":
@@ -115,14 +116,14 @@ class LeaveOneOutConsensus:
         return (self.middle.mean(0) if len(self.clients) % 2 == 0 else self.middle[1]).float()
 
     def without(self, client: int) -> Tensor | None:
-        """The consensus of the others; None for a client that is not among them."""
+        """The consensus of the other clients; None for a client that has no matrix here."""
         place = (self.clients == client).nonzero().flatten()
         if not len(place):
             return None
         own, weight = self.matrices[place[0]].double(), self.weights[place[0]]
         if self.kind != "median":
             return ((self.middle[0] - weight * own) / (self.weights.sum() - weight)).float()
-        # What follows an entry moves up into its place when one that is not larger is taken away.
+        # Without an entry that is not larger than the middle one, the next entry takes the middle's place.
         return torch.where(own > self.middle[:-1], self.middle[:-1], self.middle[1:]).mean(0).float()
 
     def tensors(self) -> Tensors:
@@ -135,7 +136,7 @@ class LeaveOneOutConsensus:
 
 
 def _around_median(matrices: Tensor) -> Tensor:
-    """The order statistics that a median of all, and of all but one, can be made of."""
+    """The order statistics from which the median of all matrices, and of all but one, can be computed."""
     half = len(matrices) // 2
     places = [half - 1, half] if len(matrices) % 2 == 0 else [half - 1, half, half + 1]
     rows = [np.partition(matrices[:, row].numpy(), places, axis=0)[places] for row in range(matrices.shape[1])]
@@ -146,12 +147,10 @@ def _around_median(matrices: Tensor) -> Tensor:
 
 
 def spectral_blocks(correlation: Tensor, clusters: int, seed: int) -> Tensor:
-    """Algorithm 1: G = `clusters` blocks, numbered by their first labels.
+    """Algorithm 1: G = `clusters` blocks, numbered in the order of their first labels.
 
-    A label without any correlation is a connected component by itself: one of L's eigenvectors for the eigenvalue 0
-    is its own, and so it is one of the G blocks. The other labels make up the rest of the G, or one block where
-    nothing is left for them. One thread, so that the result is the same to the last bit whatever the machine is doing
-    otherwise.
+    A label without any correlation is a connected component of its own, so it is one of the G blocks. The other labels
+    form the remaining blocks, at least one. It runs in one thread, so that the result is always the same bit for bit.
     """
     from scipy.linalg import eigh
     from sklearn.cluster import KMeans
@@ -163,7 +162,7 @@ def spectral_blocks(correlation: Tensor, clusters: int, seed: int) -> Tensor:
     np.fill_diagonal(affinity, 0)
     affinity[affinity < NO_LINK] = 0
     connected = np.flatnonzero(affinity.any(1))
-    names = -1 - np.arange(len(affinity))  # every label alone
+    names = -1 - np.arange(len(affinity))  # each label is a block of its own
     clusters = max(1, clusters - (len(affinity) - len(connected)))
     if len(connected) <= clusters:
         return torch.arange(len(names))
@@ -171,7 +170,9 @@ def spectral_blocks(correlation: Tensor, clusters: int, seed: int) -> Tensor:
     root = 1 / np.sqrt(affinity.sum(1))
     laplacian = np.eye(len(connected)) - root[:, None] * affinity * root
     with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different rows than clusters: then fewer blocks
+        warnings.simplefilter(
+            "ignore", ConvergenceWarning
+        )  # if fewer rows than clusters differ, there are fewer blocks
         _, vectors = eigh(laplacian, subset_by_index=(0, clusters - 1))
         vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         names[connected] = KMeans(clusters, n_init=10, random_state=seed % 2**32).fit_predict(vectors)
@@ -192,7 +193,7 @@ def default_clusters(classes: int) -> int:
 
 
 def discrepancy(first: Tensor, second: Tensor, blocks: Tensor) -> float:
-    """Σ_g Ψ: the mean squared difference over all pairs of different labels that share a block; 0 without a pair."""
+    """Σ_g Ψ: the mean squared difference over all pairs of different labels in the same block; 0 without a pair."""
     pairs = blocks[:, None] == blocks
     pairs.fill_diagonal_(False)
     count = int(pairs.sum())
@@ -202,16 +203,16 @@ def discrepancy(first: Tensor, second: Tensor, blocks: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Blocks of about the same size, padded to the largest of them."""
+    """Blocks of similar size, padded to the size of the largest."""
 
     aim: Tensor  # (G, M, M): R* of the pairs
-    share: Tensor  # (G, M, M): what a pair counts; 0 on the diagonal and in the padding
+    share: Tensor  # (G, M, M): the weight of a pair; 0 on the diagonal and in the padding
 
 
 class BlockAlignmentLoss:
-    """Eq. 8 without λ: Ψ between a batch's R and R*, for Σ|S_g|² work instead of C². Made once a round. Blocks go
-    through one batched product together; those of very different sizes through different ones, so that padding
-    stays small."""
+    """Eq. 8 without λ: Ψ between a batch's R and R*, in O(Σ|S_g|²) instead of O(C²). It is built once per round. The
+    blocks of a bucket are multiplied in one batched product; blocks of very different sizes are in different buckets,
+    so that there is little padding."""
 
     def __init__(self, consensus: Tensor, blocks: Tensor) -> None:
         order = torch.argsort(blocks.cpu(), stable=True)
@@ -233,7 +234,7 @@ class BlockAlignmentLoss:
 
     @property
     def padded(self) -> int:
-        """Entries that a step works on."""
+        """The number of entries that a step computes, with padding."""
         return sum(bucket.share.numel() for bucket in self.buckets)
 
     def __call__(self, scores: Tensor) -> Tensor:
@@ -253,7 +254,7 @@ class BlockAlignmentLoss:
 
 
 def _buckets(members: list[Tensor]) -> list[list[Tensor]]:
-    """Blocks, largest first, in as few buckets as keep the padding cheap."""
+    """The blocks, largest first, in few buckets with little padding."""
     buckets: list[list[Tensor]] = []
     for place, block in enumerate(members):
         if buckets:

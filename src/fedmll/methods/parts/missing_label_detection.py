@@ -1,32 +1,33 @@
-"""Missing label detection of FedMLP (Sun et al., 2024, Eq. 5–10). In the second stage of a run, missing entries are
-tagged permanently where the features are nearest to a class prototype. More entries are tagged for easier classes."""
+"""Missing label detection of FedMLP (Sun et al., 2024, Eq. 5–10). In the second stage of a run, missing entries whose
+features are nearest to a class prototype get a permanent tag. Easier classes get more tags.
+
+A class has two prototypes: the mean feature of the samples in which it is present (1), and in which it is absent (0).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from fedmll.config.experiment import Experiment
 from fedmll.core import small_groups
 from fedmll.core.errors import ClientError, ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.methods.allowed_replies import MOST_SAMPLES
 from fedmll.methods.base import Aggregator, Records, TensorSpec, TruthAudit, option
 from fedmll.methods.client_round import ClientInfo, ClientRound
-from fedmll.methods.parts.prototypes import PrototypeMeans, local_prototypes, nearness
 from fedmll.methods.parts.semi_supervised import TwoStagePart
 
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
-
-NOT_SENT = -1.0  # in `difficulty`
-LARGEST_FEATURE = 1e4  # in a prototype
+NOT_SENT = -1.0  # the value of `difficulty` for a class that the client does not report
+LARGEST_FEATURE = 1e4  # larger values in a prototype are rejected
 
 
 class FedMLPPart(TwoStagePart):
-    """A part of FedMLP, in which the second stage exists only if a part acts in it."""
+    """A part of FedMLP. There is a second stage only if a part acts in it."""
 
     first_share = 50 / 500
 
@@ -55,20 +56,22 @@ class FedMLPPart(TwoStagePart):
 
 
 class MissingLabelTags(FedMLPPart, TruthAudit):
-    """Missing label detection (Eq. 5–10): clients send prototypes, from which tags follow from the next round on."""
+    """Missing label detection (Eq. 5–10): clients send prototypes, and tag missing entries with the global ones."""
 
     name = "tags"
     conflicts = frozenset({"private-labels"})
     acts_later = True
 
     class Options(FedMLPPart.Options):
-        adaptive: bool = option(True, "st, the self-adaptive threshold: tag in proportion to d (Eq. 10)")
-        negative_share: float = option(0.005, "T0: share of the likely negatives, tagged in a round", ge=0, le=1)
-        positive_share: float = option(0.01, "T1: share of the likely positives, tagged in a round", ge=0, le=1)
-        low: float = option(0.3, "L: p below it counts as learnt (Eq. 10)", ge=0, le=1)
-        high: float = option(0.7, "R: p above it counts as learnt (Eq. 10)", ge=0, le=1)
-        difficulty: Literal["negative", "active"] = option("negative", "d of the classes a client misses; knows")
-        momentum: float = option(0.0, "of the global prototypes", ge=0, lt=1)
+        adaptive: bool = option(True, "st: number of tags in proportion to the difficulty d of a class (Eq. 10)")
+        negative_share: float = option(0.005, "T0: share of the likely negatives to tag per round", ge=0, le=1)
+        positive_share: float = option(0.01, "T1: share of the likely positives to tag per round", ge=0, le=1)
+        low: float = option(0.3, "L: p below it counts as learned (Eq. 10)", ge=0, le=1)
+        high: float = option(0.7, "R: p above it counts as learned (Eq. 10)", ge=0, le=1)
+        difficulty: Literal["negative", "active"] = option(
+            "negative", "clients report d of the classes that they do not annotate (negative), or annotate (active)"
+        )
+        momentum: float = option(0.0, "momentum of the global prototypes", ge=0, lt=1)
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
@@ -94,7 +97,7 @@ class MissingLabelTags(FedMLPPart, TruthAudit):
         if self.options.adaptive:
             share = TensorSpec(
                 (classes,), low=NOT_SENT, high=1, rule=lambda d: bool(((d == NOT_SENT) | (d >= 0)).all()),
-                broken="holds values that are no shares",
+                broken="holds values that are not shares",
             )  # fmt: skip
             expected["difficulty"] = share
         return expected
@@ -111,7 +114,7 @@ class MissingLabelTags(FedMLPPart, TruthAudit):
         return torch.stack([tagged.sum(1), (tagged & (tags == targets)).sum(1)])
 
     def audit_records(self, total: Tensor) -> Records:
-        """The precision of the tags in all and by label, and the counts by (label, class)."""
+        """The precision of all tags and of the tags 0 and 1, and the counts per (label, class)."""
         count, right = total
         if not count.any():
             return {}
@@ -138,7 +141,7 @@ class MissingLabelTags(FedMLPPart, TruthAudit):
         difficulty = received.get("difficulty", torch.ones_like(blank[0]))
         features = client_round.outputs(features=True).features
         assert features is not None
-        z = nearness(features, received["prototypes"])
+        z = cosine_similarity(features, received["prototypes"])
         open_entries = (targets < 0) & (tags < 0) & received["votes"].all(0)
         tag(tags, carry, z[0] - z[1], open_entries, difficulty.double(), (option.negative_share, option.positive_share))
         client_round.targets = torch.where(targets >= 0, targets, tags)
@@ -146,13 +149,10 @@ class MissingLabelTags(FedMLPPart, TruthAudit):
     def on_round_end(self, client_round: ClientRound, round_state: None) -> Tensors:
         if client_round.number < self.options.first_stage:
             return {}
-        outputs, targets, kept = (
-            client_round.outputs(features=True),
-            client_round.client.targets,
-            self.client_state(client_round),
-        )
+        outputs, kept = client_round.outputs(features=True), self.client_state(client_round)
+        targets = client_round.client.targets
         assert outputs.features is not None
-        shown = small_groups.mask_small_groups(targets, self.task.min_group_size)  # both sides of a class, or none
+        shown = small_groups.mask_small_groups(targets, self.task.min_group_size)  # both prototypes of a class, or none
         prototypes, votes = local_prototypes(outputs.features, shown)
         made = [(kept["tags"] == label).sum() if kept else torch.tensor(0) for label in (0, 1)]
         reply = {"prototypes": prototypes, "votes": votes, "made": torch.stack(made)}
@@ -166,7 +166,7 @@ class MissingLabelTags(FedMLPPart, TruthAudit):
 
 
 class TagAggregator(Aggregator):
-    """Eq. 6 and 10 over a stream: prototypes have equal weights, difficulties are weighted by size."""
+    """Eq. 6 and 10, one reply at a time. Prototypes have equal weights; difficulties are weighted by size."""
 
     def __init__(self, part: MissingLabelTags, state: Tensors, round: int) -> None:
         self.part, self.state, self.round = part, state, round
@@ -195,8 +195,9 @@ class TagAggregator(Aggregator):
 def tag(
     tags: Tensor, carry: Tensor, z: Tensor, open_entries: Tensor, difficulty: Tensor, shares: tuple[float, float]
 ) -> None:
-    """Eq. 8–9, in place: of a class's open samples with z ≥ 0 the ⌊d·T0·#⌋ largest z become 0, of those with z < 0 the
-    ⌊d·T1·#⌋ smallest become 1. `carry` (label, class) keeps the fractions of these counts for the next round."""
+    """Eq. 8–9, in place. Among the open samples of a class with z ≥ 0, the ⌊d·T0·#⌋ with the largest z get the tag 0.
+    Among those with z < 0, the ⌊d·T1·#⌋ with the smallest z get the tag 1. `carry` (label, class) keeps the fractions
+    of these counts for the next round."""
     for label, side in ((0, z >= 0), (1, z < 0)):
         candidates = open_entries & side
         available = candidates.sum(0)
@@ -205,3 +206,45 @@ def tag(
         carry[label] = quota - count
         order = z.abs().masked_fill(~candidates, -1).argsort(dim=0, descending=True, stable=True)
         tags[order.argsort(0) < count] = label
+
+
+def local_prototypes(features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean feature (label, class, width) of the samples with each label, and bool (label, class): whether there are
+    any. Without samples the mean is 0. Features are (samples, width), or class-wise (samples, classes, width)."""
+    members = torch.stack([targets == label for label in (0, 1)]).transpose(1, 2).float()  # (label, class, sample)
+    counts = members.sum(2)
+    sums = members @ features if features.dim() == 2 else torch.einsum("lcn,ncw->lcw", members, features)
+    some = counts > 0
+    return torch.where(some[:, :, None], sums / counts.clamp(min=1)[:, :, None], 0.0), some
+
+
+def cosine_similarity(features: Tensor, prototypes: Tensor) -> Tensor:
+    """The cosine of each sample's features with each prototype (label, samples, classes)."""
+    features, prototypes = F.normalize(features, dim=-1), F.normalize(prototypes, dim=2)
+    if features.dim() == 2:
+        return features @ prototypes.transpose(1, 2)
+    return torch.einsum("ncw,lcw->lnc", features, prototypes)
+
+
+class PrototypeMeans:
+    """The mean of the clients' prototypes, with equal weights. A class without new prototypes keeps its old ones."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+
+    def add(self, prototypes: Tensor, votes: Tensor) -> None:
+        if self.sums is None:
+            self.sums = torch.zeros_like(prototypes, dtype=torch.float64)
+            self.votes = torch.zeros_like(votes, dtype=torch.int64)
+        self.sums += prototypes.double() * votes[:, :, None]
+        self.votes += votes
+
+    def result(self, old: Tensors, momentum: float) -> Tensors:
+        if self.sums is None:
+            return {name: old[name] for name in ("prototypes", "votes") if name in old}
+        new, voted = (self.sums / self.votes.clamp(min=1)[:, :, None]).float(), self.votes > 0
+        known = voted
+        if "prototypes" in old:
+            mixed = torch.where(old["votes"][:, :, None], momentum * old["prototypes"] + (1 - momentum) * new, new)
+            new, known = torch.where(voted[:, :, None], mixed, old["prototypes"]), voted | old["votes"]
+        return {"prototypes": new, "votes": known}

@@ -1,4 +1,5 @@
-"""Private label sets (Breitholtz et al., 2025, Section 4.1): clients see and send the rows of their own labels."""
+"""Averages in which each classifier row is averaged over the clients that have its label (its owners): surgical
+aggregation, and private label sets (Breitholtz et al., 2025, Section 4.1)."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from fedmll.methods.parts.classifier_rows import HeadRows, own_rows
 
 
 class PerLabelAverage(WeightedAverage):
-    """The encoder is averaged over all, row y over {k : y ∈ Y_k}, both by size; a row without owner stays."""
+    """The encoder is averaged over all clients, row y over {k : y ∈ Y_k}, both weighted by size."""
 
     requires = frozenset({"class-rows"})
 
     def own(self, weights: Tensor, client: ClientInfo) -> tuple[Tensor, Tensor, Tensor]:
-        """A client's weights: before the head, the rows of its own classes (`own_rows`), after the head."""
+        """A client's weights: before the head, the rows of its own classes, after the head."""
         front, rows, back = HeadRows.of(self.weights).split(weights, len(self.task.classes))
         return front, rows[own_rows(self.task.classes, client.owned)], back
 
@@ -29,7 +30,7 @@ class PerLabelAverage(WeightedAverage):
 
 
 class PrivatePerLabelAverage(PerLabelAverage):
-    """The encoder is averaged over all, row y over its owners; a client receives and sends only its own rows."""
+    """The encoder is averaged over all clients, row y over its owners. Clients receive and send only their rows."""
 
     name = "by-label"
     provides = frozenset({"aggregation", "private-labels"})
@@ -43,7 +44,7 @@ class PrivatePerLabelAverage(PerLabelAverage):
         return state | {"weights": head.join(front, rows[own_rows(self.task.classes, client.owned)], back)}
 
     def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
-        why = "its classifier has a row for each label of its own set, no more and no fewer"
+        why = "its classifier must have exactly one row for each of its own labels"
         return super().reply_spec(sent, round) | {
             "weights": TensorSpec.trained_weights(sent["weights"], why, self.weights)
         }

@@ -1,12 +1,13 @@
-"""Platt's calibration by federated Newton steps: p = σ(a z + b), two numbers a class, fitted in rounds in which nobody
-trains (Platt, 1999, with his targets (N₊+1)/(N₊+2) and 1/(N₋+2), of all clients' known entries).
+"""Platt calibration by federated Newton steps: p = σ(a z + b) with two numbers per class, fitted in rounds without
+training. The targets are Platt's (1999), (N₊+1)/(N₊+2) and 1/(N₋+2), with the counts of all clients' known entries.
 
-A client replies, of every class, six sums over its known entries at the a and b that were tried: the log-loss, its
-gradient and its Hessian. Whole Newton steps and shorter ones are tried at once, and the best of them counts: the loss
-never grows, and the result is the pooled fit whoever has what.
+For every class and every candidate (a, b), a client replies with six sums over its known entries: the log-loss, its
+gradient and its Hessian. A full Newton step and shorter ones are tried at the same time, and the best is used. So the
+loss never grows, and the result is that of the pooled data for any partition.
 
-The head was fitted to the same samples, and would look too sure of itself. So a sample's score s is taken as if it had
-been left out, as generalised cross-validation does it: y − (y − s) / (1 − h), h the mean leverage in its class.
+The head was fitted to the same samples, so its scores are too confident. The score s of a sample is therefore corrected
+as if the sample had been left out, as in generalised cross-validation: y − (y − s) / (1 − h), where h is the mean
+leverage in its class.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from fedmll.methods.parts.classifier_rows import HeadRows
 from fedmll.methods.parts.ridge_head import RidgeAggregator, RidgeHead
 from fedmll.methods.parts.sum_checks import refuse_losses
 
-ROUNDS = 10  # with the first at the start: nine Newton steps
-STEPS = torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64)  # shares of a Newton step that are tried
-DAMPING = 1e-9  # of the Hessian's diagonal: scores that are all equal have a singular one
-LEAST = 0.05  # of 1 − h: a sample that nearly decides its own score says little
+ROUNDS = 10  # nine Newton steps: the first round evaluates the initial a and b
+STEPS = torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64)  # fractions of a Newton step that are tried
+DAMPING = 1e-9  # relative, added to the Hessian's diagonal: it is singular if all scores are equal
+LEAST = 0.05  # lower bound of 1 − h
 
 
 class PlattCalibration(Part):
-    """Calibration to probabilities: σ(a z + b) a class, by federated Newton steps."""
+    """Platt calibration: probabilities σ(a z + b) with a and b per class, fitted by federated Newton steps."""
 
     name = "platt"
     conflicts = frozenset({"private-labels"})
@@ -68,7 +69,7 @@ class PlattCalibration(Part):
                 shape,
                 torch.float64,
                 rule=_convex,
-                broken="are no sums of a log-loss",
+                broken="are not sums of a log-loss",
                 check_together=lambda own, samples: refuse_losses(own["sums"], tried, samples),
             )
         }
@@ -84,7 +85,7 @@ class PlattCalibration(Part):
         return state | better(state["tried"], state["best"], sums["sums"]), {}
 
     def finalize_model(self, state: Tensors, message: Message) -> None:
-        """Into the head's rows: what predicts needs no more than it did."""
+        """Multiply a and b into the rows of the head, so that prediction needs no additional code."""
         if torch.isinf(state["best"][2]).any():
             return  # before the first round
         a, b = state["best"][:2]
@@ -110,14 +111,14 @@ class PlattStartAggregator(Aggregator):
 
 
 def as_left_out(scores: Tensor, targets: Tensor, leverage: Tensor) -> Tensor:
-    """y − (y − s) / (1 − h); `leverage` (2, C) of negatives and of positives."""
+    """y − (y − s) / (1 − h). `leverage` (2, C) is that of negatives and of positives."""
     present = (targets == 1).double()
     h = torch.where(targets == 1, leverage[1], leverage[0])
     return present - (present - scores) / (1 - h).clamp(min=LEAST)
 
 
 def sums_of(z: Tensor, targets: Tensor, taught: Tensor, tried: Tensor) -> Tensor:
-    """(tried, 6, C): Σ over the known entries of the loss, its derivatives by a and b, and the second ones."""
+    """(tried, 6, C): sums over the known entries of the loss, its first and its second derivatives by a and b."""
     known = (targets >= 0).double()
     t = torch.where(targets == 1, taught[1], taught[0])
     found = []
@@ -131,8 +132,8 @@ def sums_of(z: Tensor, targets: Tensor, taught: Tensor, tried: Tensor) -> Tensor
 
 
 def better(tried: Tensor, best: Tensor, sums: Tensor) -> Tensors:
-    """What has the least loss so far, class by class, and what is tried next: the Newton step from there, and shares
-    of it. Where nothing was better than before, it stays."""
+    """The a and b with the smallest loss so far, per class, and what is tried next: the Newton step from there, and
+    fractions of it. A class without improvement does not change."""
     loss, chosen = sums[:, 0].min(0)
     place = torch.arange(len(loss))
     improved = loss < best[2]

@@ -9,10 +9,12 @@ from fedmll.methods.client_round import ClientRound
 
 
 class ProximalTerm(Part):
+    """μ/2 ‖w − w_g‖²: keeps the weights near the global weights at the start of the round."""
+
     name = "proximal"
 
     class Options(PartOptions):
-        mu: float = option(0.01, "μ: how strongly weights are held at the round's start (Eq. 2)", ge=0)
+        mu: float = option(0.01, "μ: strength of the penalty (Eq. 2)", ge=0)
 
     def on_round_start(self, client_round: ClientRound) -> Tensor:
         """w_g."""

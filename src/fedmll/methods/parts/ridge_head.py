@@ -1,29 +1,31 @@
-"""The exact linear head, from sums (ridge regression): one exchange, and the result does not depend on who has what.
+"""The exact linear head by ridge regression from sums. It needs one exchange, and the result does not depend on how the
+data is divided among the clients.
 
-Each client sends, of its features f and known targets y, G = Σ f fᵀ, Σ f, B = Σ f y, Σ y and counts; one G for every
-set of its classes that are known on the same samples. With features centred by the class's own mean and scaled by s,
-the root of the pooled variance,
+From its features f and known targets y, each client sends G = Σ f fᵀ, Σ f, B = Σ f y, Σ y and counts; one G for each
+group of classes that are known for the same samples. Features are centred by the mean for the class, and scaled by S,
+the square root of the pooled variance:
 
-    w_c = S⁻¹ (S⁻¹ Ĝ_c S⁻¹ + λ n_c I)⁻¹ S⁻¹ B̂_c,   bias by the means; the intercept is not penalised;
+    w_c = S⁻¹ (S⁻¹ Ĝ_c S⁻¹ + λ n_c I)⁻¹ S⁻¹ B̂_c,   bias from the means; the bias is not penalised
 
-G_c sums over who annotates c. Unknown targets count nowhere. λ = "gcv" minimises generalised cross-validation,
-n · RSS / (n − df)², summed over the classes: it needs no more than the same sums. A score of ½ becomes p = ½ with the
-slope of the line: z = 4 (score − ½). G shows the server second moments of a client's features. Sums of small groups,
-and sums that differ by a small group, do not leave a site (small_groups.py).
+G_c is the sum over the clients that annotate c. Unknown targets are not used. λ = "gcv" minimises generalised
+cross-validation, n · RSS / (n − df)² summed over the classes, which needs only the same sums. The logit is
+z = 4 (score − ½), so a score of ½ is p = ½. G shows the server the second moments of a client's features. Sums of small
+groups, and sums that differ by a small group, do not leave a site (core/small_groups.py).
 
-Balanced, a known entry of class c weighs n_c / 2n_c⁺ if it is positive and n_c / 2n_c⁻ if not, counted by all.
-It takes one more matrix a class, G_c⁺ = Σ f fᵀ over the positives.
+Balanced, a known entry of class c has the weight n_c / 2n_c⁺ if it is positive and n_c / 2n_c⁻ otherwise, with the
+counts of all clients. This needs one more matrix per class, G_c⁺ = Σ f fᵀ over the positives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedmll.config.experiment import Experiment
 from fedmll.core import small_groups
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
@@ -33,27 +35,24 @@ from fedmll.methods.client_round import ClientInfo, ClientRound
 from fedmll.methods.parts.classifier_rows import HeadRows
 from fedmll.methods.parts.sum_checks import refuse_moments
 
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
-
-GRID = torch.logspace(-5, 1, 13, dtype=torch.float64)  # of λ, relative to the samples
-LARGEST_SUM, LARGEST_SQUARE = 1e12, 1e16  # that are believed: features up to 10⁴ of 10⁸ samples
-SMALLEST = 1e-6  # of a feature's standard deviation: what is constant says nothing
+GRID = torch.logspace(-5, 1, 13, dtype=torch.float64)  # values of λ, relative to the number of samples
+LARGEST_SUM, LARGEST_SQUARE = 1e12, 1e16  # accepted for 10⁸ samples with features up to 10⁴
+SMALLEST = 1e-6  # lower bound of a feature's standard deviation
 
 
 class HeadFromSums(Part):
-    """A head from the clients' sums: what they send in an exchange that has no training."""
+    """A head that is computed from sums, which clients send in an exchange without training."""
 
     conflicts = frozenset({"private-labels"})
     unit = False  # whether features have norm 1
 
     @property
     def balanced(self) -> bool:
-        """Whether positives are summed apart."""
+        """Whether positives are also summed separately."""
         return False
 
     def asked(self, round: int) -> bool:
-        """Whether this round is that exchange."""
+        """Whether clients send the sums in this round."""
         return round == 0 if "opening" in self.exchanges else round > self.task.rounds
 
     def collect_statistics(self, client_round: ClientRound) -> Tensors:
@@ -79,14 +78,14 @@ class HeadFromSums(Part):
                 (3, width),
                 double,
                 rule=_moments,
-                broken="holds no counts, sums and squares",
+                broken="does not hold counts, sums and squares",
                 check_together=lambda sums, samples: refuse_moments(sums, samples, self.unit),
             ),
         }
 
 
 class RidgeHead(HeadFromSums):
-    """The head starts from the exact ridge solution of all clients' sums."""
+    """The head starts as the exact solution of ridge regression from all clients' sums."""
 
     name = "ridge"
     requires = frozenset({"class-rows"})
@@ -94,9 +93,9 @@ class RidgeHead(HeadFromSums):
 
     class Options(PartOptions):
         ridge: Annotated[float, Field(gt=0)] | Literal["gcv"] = option(
-            "gcv", "λ, relative to n; gcv: chosen from the sums"
+            "gcv", "λ: penalty of the ridge regression, relative to n; gcv: by generalised cross-validation"
         )
-        ridge_balanced: bool = option(False, "of the ridge: a class's positives weigh as its negatives (G⁺ a class)")
+        ridge_balanced: bool = option(False, "give positives and negatives of a class the same total weight")
 
     @property
     def balanced(self) -> bool:
@@ -104,14 +103,14 @@ class RidgeHead(HeadFromSums):
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
-        """The features must be in training what they are here: no batch statistics that come to life."""
+        """Training must not change the features, as batch normalisation does."""
         model = experiment.model
         alive = (model.freeze != "backbone" and model.backbone != "mlp") or model.width is not None
         if experiment.training.rounds and model.norm == "batch" and alive:
             raise ConfigError(
-                "A head that starts from the ridge (method.start = 'ridge') fits features that stay as they are, and "
-                "batch normalisation changes them in training. Set model.freeze = 'backbone', and model.norm = 'group' "
-                "for a neck (model.width)."
+                "A head that starts from ridge regression (method.start = 'ridge') needs features that training does "
+                "not change, and batch normalisation changes them. Set model.freeze = 'backbone', and model.norm = "
+                "'group' if there is a neck (model.width)."
             )
 
     def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
@@ -119,9 +118,11 @@ class RidgeHead(HeadFromSums):
 
 
 def sums_of(features: Tensor, targets: Tensor, balanced: bool = False) -> Tensors:
-    """A client's sums. `group` says which of the grams is a class's: −1 where nothing is known of it."""
+    """A client's sums. `group` is the index of the Gram matrix of each class; −1 if no target of it is known."""
     augmented = torch.cat([features, features.new_ones(len(features), 1)], 1)
-    known, group = torch.unique(targets >= 0, dim=1, return_inverse=True)  # sets of classes known on the same samples
+    known, group = torch.unique(
+        targets >= 0, dim=1, return_inverse=True
+    )  # groups of classes with the same known samples
     some = known.any(0)
     place = torch.cumsum(some, 0) - 1
     gram = torch.stack(
@@ -141,13 +142,13 @@ def sums_of(features: Tensor, targets: Tensor, balanced: bool = False) -> Tensor
 
 
 class FeatureSumsAggregator(Aggregator):
-    """Sums of classes that the same clients know in the same way are kept once."""
+    """Adds up the clients' sums. Classes with the same Gram matrices at all clients share one sum."""
 
     def __init__(self, part: HeadFromSums) -> None:
         self.part = part
         size, classes = part.model.width + 1, len(part.task.classes)
         self.grams: list[Tensor] = [torch.zeros(size, size, dtype=torch.float64)]
-        self.of = torch.zeros(classes, dtype=torch.int64)  # class → its gram
+        self.of = torch.zeros(classes, dtype=torch.int64)  # class → index of its Gram matrix
         self.cross = torch.zeros(classes, size, dtype=torch.float64)
         self.moments = torch.zeros(3, size - 1, dtype=torch.float64)
         self.positive: Tensor | None = None
@@ -175,13 +176,13 @@ class RidgeAggregator(FeatureSumsAggregator):
         return {}, {"ridge": strength}
 
     def solve(self, ridge: float | str) -> tuple[Tensor, float]:
-        """The classifier's rows (C, width and bias) in logits, and λ. A class of which nobody knows anything is 0."""
+        """The classifier's rows (C, width + bias) in logits, and λ. The row of a class without known targets is 0."""
         grams, of, cross = self.grams, self.of, self.cross
         known = torch.tensor([float(grams[number][-1, -1]) for number in of.tolist()], dtype=torch.float64)
         self.counts = torch.stack([known - cross[:, -1], cross[:, -1]])  # (2, C): negatives and positives
         self.weights = torch.ones_like(self.counts)
         if self.positive is not None:
-            both = (self.counts > 0).all(0)  # with one kind alone there is nothing to balance
+            both = (self.counts > 0).all(0)  # balancing needs both
             self.weights = torch.where(both, known / 2 / self.counts.clamp(min=1), 1)
             grams = [
                 negative * (grams[number] - plus) + positive * plus
@@ -206,21 +207,18 @@ class RidgeAggregator(FeatureSumsAggregator):
         return 4 * rows, strength
 
     def _leverage(self, systems: list[_RidgeSystem], strength: float) -> Tensor:
-        """(2, C): how much of its own score a negative and a positive decide, on average."""
+        """(2, C): the mean leverage of the negatives and of the positives."""
         if self.positive is None:
             return torch.tensor([[system.leverage(strength) for system in systems]] * 2, dtype=torch.float64)
         found = torch.zeros_like(self.counts)
         for c, (system, plus) in enumerate(zip(systems, self.positive, strict=True)):
-            of_these = (
-                system.leverage_of(plus, strength),
-                system.leverage_of(self.grams[int(self.of[c])] - plus, strength),
-            )
-            found[1, c], found[0, c] = of_these
+            found[1, c] = system.leverage_of(plus, strength)
+            found[0, c] = system.leverage_of(self.grams[int(self.of[c])] - plus, strength)
         return found * self.weights
 
 
 class _RidgeSystem:
-    """Classes with the same known samples: centred, scaled, diagonalised once for every λ."""
+    """The linear system of classes with the same known samples, diagonalised once for all values of λ."""
 
     def __init__(self, gram: Tensor, cross: Tensor, scale: Tensor) -> None:
         self.count = float(gram[-1, -1].clamp(min=1))
@@ -233,7 +231,7 @@ class _RidgeSystem:
         self.turned = b @ self.vectors  # (classes, width)
 
     def gcv(self, grid: Tensor) -> Tensor:
-        """Σ over the classes of n · RSS / (n − df)², for every λ."""
+        """n · RSS / (n − df)², summed over the classes, for every λ of the grid."""
         shrunk = self.values + self.count * grid[:, None]
         spread = self.count * (self.rate * (1 - self.rate)).sum()
         explained = (self.turned.square().sum(0) * (2 / shrunk - self.values / shrunk.square())).sum(1)
@@ -245,11 +243,11 @@ class _RidgeSystem:
         return torch.cat([w, (self.rate - w @ self.mean)[:, None]], 1)
 
     def leverage(self, strength: float) -> float:
-        """The mean of h_i = 1/n + z_iᵀ (ZᵀZ + λn)⁻¹ z_i: (1 + df) / n."""
+        """The mean over all samples of h_i = 1/n + z_iᵀ (ZᵀZ + λn)⁻¹ z_i, which is (1 + df) / n."""
         return float(1 + (self.values / (self.values + self.count * strength)).sum()) / self.count
 
     def leverage_of(self, gram: Tensor, strength: float) -> float:
-        """The same, of the samples whose sums these are."""
+        """The same mean over the samples of this Gram matrix."""
         count = float(gram[-1, -1].clamp(min=1))
         mean = gram[-1, :-1] / count
         moved = gram[:-1, :-1] / count - torch.outer(mean, mean) + torch.outer(mean - self.mean, mean - self.mean)
@@ -260,13 +258,13 @@ class _RidgeSystem:
 
 
 def _symmetric(gram: Tensor) -> bool:
-    """And a sum of squares, of an ordinary size."""
+    """Symmetric, with squares ≥ 0 on the diagonal, and not too large."""
     squares = gram.diagonal(dim1=1, dim2=2)
     return torch.equal(gram, gram.mT) and bool((squares >= 0).all()) and float(gram.abs().max()) <= LARGEST_SQUARE
 
 
 def _moments(moments: Tensor) -> bool:
-    """By Cauchy and Schwarz the square of a sum is bounded."""
+    """At least one sample, and squares of sums within the Cauchy–Schwarz bound."""
     count, total, squares = moments
     bounded = bool((count >= 1).all()) and float(squares.max()) <= LARGEST_SQUARE
     return bounded and bool((total.square() <= count * squares * (1 + 1e-6) + 1e-6).all())

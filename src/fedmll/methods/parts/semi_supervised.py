@@ -1,34 +1,32 @@
 """What semi-supervised parts share: EMA teachers, pseudo labels, ramp-ups, two stages, prior odds.
 
-Two views of a batch: `step.set_views([step.batch.images, step.batch.view("strong")])` in `transform_batch`. With a
-frozen backbone a view is one of the stored ones; with model.views = 1 both views are the same.
+A part gets two views of a batch with `step.set_views([step.batch.images, step.batch.view("strong")])` in its hook
+`transform_batch`. With a frozen backbone, a view is one of the stored ones; with model.views = 1 both are the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.func import functional_call
 
+from fedmll.config.experiment import Experiment
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 from fedmll.methods.base import AUTO, Part, PartOptions, Resolved, option
 from fedmll.methods.client_round import Client, ClientInfo, ClientRound, TrainStep
 
-if TYPE_CHECKING:
-    from fedmll.config.experiment import Experiment
-
 Rounds = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class EmaTeacher:
-    """A second set of weights for the only model of the process, with buffers: w' ← a w' + (1−a) w after a step. A part
-    may keep `vector` in the client state for the client's next round."""
+    """A second set of weights for the same model, with buffers: w' ← a w' + (1−a) w after each step. A part may keep
+    `vector` in the client state for the client's next round."""
 
     def __init__(self, client: Client, vector: Tensor | None = None) -> None:
         self.client = client
@@ -53,10 +51,10 @@ class EmaTeacher:
 class SecondView(Part):
     """A part that uses a second view of every batch."""
 
-    needs_images: ClassVar[bool] = False  # it compares two views, and a feature vector has only one
+    needs_images: ClassVar[bool] = False  # True: two views of a feature vector would be the same
 
     class Options(PartOptions):
-        view: str = option("weak", "the augmentation of the second view; the first is training.augment's")
+        view: str = option("weak", "the augmentation of the second view; training.augment is the first")
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
@@ -69,20 +67,22 @@ class SecondView(Part):
                 "images, or a method without views: fedavg-pl, fednoro, cbafed."
             )
 
-    def taught(self, step: TrainStep, teacher: EmaTeacher) -> Tensor:
-        """The teacher's probabilities for the second view, repeated for every view that the network sees."""
+    def teacher_probabilities(self, step: TrainStep, teacher: EmaTeacher) -> Tensor:
+        """The teacher's probabilities for the second view, repeated for every view of the student."""
         p = teacher.probabilities(step.batch.view(self.options.view))
         return p.repeat(len(step.rows) // len(step.batch), 1)
 
 
 class TwoStagePart(Part):
-    """A part that knows the two stages of a run. The first stage is a share of the rounds."""
+    """A part that behaves differently in the two stages of a run. The first stage is a share of the rounds."""
 
     first_share: ClassVar[float]
-    acts_later: ClassVar[bool] = False  # only in the second stage
+    acts_later: ClassVar[bool] = False  # it acts only in the second stage
 
     class Options(PartOptions):
-        first_stage: Rounds = option("auto", "rounds of the first stage; auto: the published share", shared=True)
+        first_stage: Rounds = option(
+            "auto", "number of rounds of the first stage; auto: the published share", shared=True
+        )
 
     @classmethod
     def resolve(cls, options: Any, experiment: Experiment) -> Resolved:
@@ -105,7 +105,7 @@ class TwoStagePart(Part):
 
 
 def published_share(experiment: Experiment, share: float) -> tuple[int, str]:
-    """This share of the rounds, at least one round, and the rule in words."""
+    """This share of the rounds (at least one round), and the rule in words."""
     return max(1, round(experiment.training.rounds * share)), f"{100 * share:g} % of the rounds, as published"
 
 
@@ -117,31 +117,31 @@ def check_view(name: str, prefix: str, key: str = "view") -> None:
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
-    """σ(z/T) from σ(z): probabilities at a temperature."""
+    """Probabilities at a temperature: σ(z/T) from σ(z)."""
     yes, no = probabilities.pow(1 / temperature), (1 - probabilities).pow(1 / temperature)
     return yes / (yes + no)
 
 
 def pseudo_targets(probabilities: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    """1 where p ≥ high, 0 where p ≤ low, else -1: unknown."""
+    """1 where p ≥ high, 0 where p ≤ low, otherwise -1 (unknown)."""
     targets = torch.full(probabilities.shape, -1, dtype=torch.int8, device=probabilities.device)
     return targets.masked_fill_(probabilities <= low, 0).masked_fill_(probabilities >= high, 1)
 
 
 def ramp_up(round: float, length: float) -> float:
-    """exp(−5 (1 − t/T)²), t at most T: from nearly 0 to 1 (Laine and Aila, 2017)."""
+    """exp(−5 (1 − min(t, T)/T)²), which grows from nearly 0 to 1 (Laine and Aila, 2017)."""
     return math.exp(-5 * (1 - min(round, length) / length) ** 2)
 
 
 def local_odds(client_round: ClientRound) -> Tensor:
-    """The log prior odds of every class among what is taught at the client in this round."""
+    """The log prior odds of every class among the targets of the client in this round."""
     annotated, labels = (client_round.client.targets >= 0).any(0), client_round.targets
-    among = torch.where(annotated, (labels >= 0).sum(0), len(labels))  # a class with tags alone: of all samples
+    among = torch.where(annotated, (labels >= 0).sum(0), len(labels))  # a class with tags only: among all samples
     return log_prior_odds((labels == 1).sum(0), among, len(labels))
 
 
 def log_prior_odds(positives: Tensor, among: Tensor, samples: int) -> Tensor:
-    """log π − log(1−π), π = positives / among, kept 1/(2 samples) away from 0 and 1: added to a logit it is Eq. 3 of
-    FedMLP (Sun et al., 2024)."""
+    """log π − log(1−π) with π = positives / among, limited to [1/(2 samples), 1 − 1/(2 samples)]. Added to a logit it
+    is Eq. 3 of FedMLP (Sun et al., 2024)."""
     prior = (positives / among).clamp(1 / (2 * samples), 1 - 1 / (2 * samples))
     return torch.log(prior) - torch.log1p(-prior)

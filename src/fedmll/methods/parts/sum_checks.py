@@ -1,5 +1,5 @@
-"""Whether sums can be those of so many samples. Each bound holds for any features and targets; made-up sums that keep
-to all of them are possible, and a sum has no share that could be capped."""
+"""Plausibility checks of the sums that a client sends: could they be the sums of its number of samples? Each bound
+holds for any features and targets. Invented sums within all bounds are still possible."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from fedmll.core.message import Tensors
 
-LARGEST_FEATURE = 1e4  # that is believed
-LARGEST_SCORE = 1e4  # in logits
-ROUNDING = 1e-6  # relative; of sums over many samples
+LARGEST_FEATURE = 1e4  # larger features are rejected
+LARGEST_SCORE = 1e4  # larger logits are rejected
+ROUNDING = 1e-6  # relative rounding error of a sum over many samples
 
 
 def refuse_moments(sums: Tensors, samples: float, unit: bool = False) -> str | None:
-    """Of a ridge's sums: why they cannot be those of `samples` samples, or None. `unit`: all features have norm 1."""
+    """Why the sums of a ridge head cannot be those of `samples` samples, or None. `unit`: all features have norm 1."""
     count, _, squares = sums["all"]
     gram, group, cross = sums["gram"], sums["group"], sums["cross"]
     known = gram[:, -1, -1]
@@ -23,11 +23,11 @@ def refuse_moments(sums: Tensors, samples: float, unit: bool = False) -> str | N
     if float(squares.max()) > samples * LARGEST_FEATURE**2 or (unit and float(squares.sum()) > _up(samples)):
         return f"its features are larger than {'1' if unit else f'{LARGEST_FEATURE:g}'}"
     if not _counts(known, samples) or int(group.max()) >= len(gram):
-        return "its matrices are of more samples than it has, or of none that it speaks of"
+        return "its matrices have impossible numbers of samples, or it refers to a matrix that it did not send"
     if bool((gram.diagonal(dim1=1, dim2=2)[:, :-1] > _up(squares)).any()):
-        return "the squares of some samples are more than those of all"
+        return "the squares of some samples are larger than those of all samples"
     if not _positive(gram):
-        return "its matrices are no sums of squares"
+        return "its matrices are not sums of squares"
     of = gram[group.clamp(min=0)] * (group >= 0)[:, None, None]  # (C, D+1, D+1)
     reason = _refuse_cross(cross, of)
     if reason is None and "positive" in sums:
@@ -36,7 +36,7 @@ def refuse_moments(sums: Tensors, samples: float, unit: bool = False) -> str | N
 
 
 def _refuse_cross(cross: Tensor, gram: Tensor) -> str | None:
-    """(Σ_{y=1} f_i)² ≤ Σ f_i² · Σ y, by Cauchy and Schwarz."""
+    """(Σ_{y=1} f_i)² ≤ Σ f_i² · Σ y (Cauchy–Schwarz)."""
     positives = cross[:, -1]
     if not _counts(positives, gram[:, -1, -1]):
         return "it has more positives than samples"
@@ -46,20 +46,20 @@ def _refuse_cross(cross: Tensor, gram: Tensor) -> str | None:
 
 
 def _refuse_positive(positive: Tensor, cross: Tensor, gram: Tensor) -> str | None:
-    """The positives' own matrices hold their sums, and are a part of all samples'."""
+    """The matrices of the positives must agree with their sums, and be a part of the matrices of all samples."""
     if not torch.allclose(positive[:, -1], cross, rtol=ROUNDING, atol=ROUNDING):
-        return "the matrices of its positives have other sums than its positives"
+        return "the matrices of its positives do not agree with the sums over its positives"
     if not _positive(positive) or not _positive(gram - positive, gram):
-        return "the matrices of its positives are no part of those of its samples"
+        return "the matrices of its positives are not a part of those of its samples"
     return None
 
 
 def refuse_losses(sums: Tensor, tried: Tensor, samples: float) -> str | None:
-    """Of Platt's sums (tried, 6, C) at the a and b that were tried (tried, 2, C)."""
+    """Why sums for Platt calibration (tried, 6, C) at the given a and b (tried, 2, C) are implausible, or None."""
     loss, ga, gb, haa, _, hbb = sums.unbind(1)
     a, b = tried.abs().unbind(1)
     if bool((hbb > _up(samples / 4)).any() or (gb.abs() > _up(samples)).any()):
-        return f"its sums are of more than its {samples:g} samples"
+        return f"its sums are too large for its {samples:g} samples"
     score, most = LARGEST_SCORE, samples * (a * LARGEST_SCORE + b + 1)
     if bool((ga.abs() > samples * score).any() or (haa > samples * score**2 / 4).any() or (loss > most).any()):
         return f"its scores are larger than {score:g}"
@@ -78,7 +78,7 @@ def _counts(counts: Tensor, most: Tensor | float) -> bool:
 
 
 def _positive(matrices: Tensor, beside: Tensor | None = None) -> bool:
-    """Semi-definite, to rounding that is in proportion to the matrices that they were made from."""
+    """Whether matrices are positive semi-definite, up to rounding relative to `beside` (default: the matrices)."""
     traces = (matrices if beside is None else beside).diagonal(dim1=1, dim2=2).sum(1).abs()
     shift = (ROUNDING * traces + 1e-12)[:, None, None] * torch.eye(matrices.shape[1], dtype=matrices.dtype)
     return not bool(torch.linalg.cholesky_ex(matrices + shift).info.any())
