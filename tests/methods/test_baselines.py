@@ -39,20 +39,20 @@ LOGITS = np.array([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]])
 TARGETS = [[1, -1, 0], [-1, -1, 1]]
 
 
-def test_fedavg_takes_unknown_as_absent() -> None:
+def test_fedavg_counts_unknown_targets_as_absent() -> None:
     y = np.array([[1, 0, 0], [0, 0, 1]])
     p = 1 / (1 + np.exp(-LOGITS))
     expected = -(y * np.log(p) + (1 - y) * np.log(1 - p)).mean()
     assert loss_of_logits("fedavg", LOGITS, TARGETS) == pytest.approx(expected, abs=1e-6)
 
 
-def test_fedavg_pl_leaves_unknown_out() -> None:
+def test_fedavg_pl_leaves_unknown_targets_out() -> None:
     sigmoid = 1 / (1 + np.exp(-LOGITS))
     known = [-np.log(sigmoid[0, 0]), -np.log(1 - sigmoid[0, 2]), -np.log(sigmoid[1, 2])]
     assert loss_of_logits("fedavg-pl", LOGITS, TARGETS) == pytest.approx(np.mean(known), abs=1e-6)
 
 
-def test_fedprox_gradient_is_that_of_the_penalty() -> None:
+def test_fedprox_gradient_is_the_gradient_of_the_penalty() -> None:
     trainer = make_trainer(small(method__name="fedprox", method__mu=0.3))
     part = trainer.method.part(ProximalTerm)
     client_round = start_round(trainer, make_client(trainer, np.array(TARGETS)))
@@ -73,7 +73,7 @@ def test_fedprox_gradient_is_that_of_the_penalty() -> None:
         part.on_gradients(client_round, start[:-1])
 
 
-def test_fedprox_without_its_penalty_is_fedavg_and_with_it_stays_nearer() -> None:
+def test_fedprox_without_penalty_is_fedavg_and_with_it_stays_closer() -> None:
     plain = run(small(method__name="fedavg")).weights
     off = run(small(method__name="fedprox", method__mu=0.0)).weights
     strong = run(small(method__name="fedprox", method__mu=100.0, training__optimizer="sgd", training__lr=0.01)).weights
@@ -127,7 +127,7 @@ def test_fedavg_round_by_hand(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_weighted_mean_of_nothing_is_refused() -> None:
+def test_weighted_mean_without_replies_is_an_error() -> None:
     with pytest.raises(ReplyRejected, match="No client replied"):
         WeightedMean().result()
 
@@ -148,7 +148,7 @@ def test_weighted_mean_of_nothing_is_refused() -> None:
         (Message({"weights": torch.zeros(3)}, {"samples": 1.0}), None),
     ],
 )
-def test_replies_unlike_what_was_sent_are_refused(reply: Message, reason: str | None) -> None:
+def test_replies_with_other_tensors_than_expected_are_rejected(reply: Message, reason: str | None) -> None:
     import re
 
     found = find_reply_problem({"weights": TensorSpec.trained_weights(torch.zeros(3))}, reply)
@@ -175,14 +175,14 @@ def test_centralized_trains_on_the_fully_annotated_pool_and_keeps_the_best_round
 
 @pytest.mark.parametrize("loss", ["weighted", "asl"])
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-pl", "fedprox"])
-def test_every_bce_method_takes_the_other_losses(name: str, loss: str) -> None:
+def test_every_bce_method_accepts_the_other_losses(name: str, loss: str) -> None:
     plain = run(small(method__name=name, training__rounds=1))
     other = run(small(method__name=name, training__rounds=1, training__loss=loss))
     assert np.isfinite(other.rows[0]["loss"])
     assert other.rows[0]["loss"] != plain.rows[0]["loss"]
 
 
-def test_a_reply_says_how_many_steps_there_were_and_their_mean_loss(tmp_path: Path) -> None:
+def test_reply_has_number_of_steps_and_mean_loss(tmp_path: Path) -> None:
     """With a learning rate of nothing every step has the loss of the weights that were sent."""
     experiment = small(training__lr=1e-12, training__weight_decay=0.0, model__norm="group", training__local_epochs=2)
     data = build(experiment)

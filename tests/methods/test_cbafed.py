@@ -1,4 +1,4 @@
-"""CBAFed: thresholds and pseudo labels by hand, the average by labels used, residual mixing, the parent."""
+"""CBAFed: thresholds, pseudo labels, the average by labels used, residual mixing; without its switches FedAvg-PL."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_thresholds_by_hand(used: list[float], expected: list[float]) -> None:
     assert part.thresholds(torch.tensor(used, dtype=torch.float64)).tolist() == pytest.approx(expected)
 
 
-def test_thresholds_before_anybody_spoke_are_those_of_equal_classes() -> None:
+def test_initial_thresholds_are_those_of_equal_classes() -> None:
     trainer = learner_for("cbafed", base=0.3)
     assert trainer.method.initial_state()["labels-used/thresholds"].tolist() == pytest.approx([1 / 3 + 0.3] * 3)
     sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
     assert "labels-used/thresholds" in sent.tensors
 
 
-def test_the_server_counts_labels_and_averages_by_them() -> None:
+def test_server_counts_labels_and_weights_the_average_by_them() -> None:
     trainer = learner_for("cbafed")
     told = replies(trainer, [[1.0, 0.5, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]], [40.0, 120.0, 10.0])
     state, records = aggregate(trainer.method, trainer.method.initial_state(), told, 1)
@@ -70,7 +70,7 @@ def test_the_server_counts_labels_and_averages_by_them() -> None:
     )
 
 
-def test_a_share_beyond_all_entries_is_refused() -> None:
+def test_share_above_one_is_rejected() -> None:
     trainer = learner_for("cbafed")
     sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
     (_, good), (_, bad), (_, less) = replies(trainer, [[1.0, 0.0, 0.5], [1.1, 0.0, 0.5], [-0.1, 0.0, 0.5]], [9.0] * 3)
@@ -83,7 +83,7 @@ TAU = [0.52, 0.55, 0.53]
 
 
 @pytest.mark.parametrize("round", [1, 2])
-def test_the_loss_and_the_labels_used(round: int) -> None:
+def test_loss_and_number_of_labels_used(round: int) -> None:
     """t1 = 1: the second round has pseudo labels."""
     trainer, client = learner_for("cbafed", client=LABELS, round=round, first_stage=1)
     client_round = start_round(trainer, client, thresholds(TAU))
@@ -116,7 +116,7 @@ def test_labels_used_are_those_of_one_epoch() -> None:
     )
 
 
-def test_pseudo_positives_count_more_where_the_loss_is_weighted() -> None:
+def test_weighted_loss_gives_pseudo_positives_more_weight() -> None:
     trainer, client = learner_for("cbafed", client=LABELS, round=2, first_stage=1, training={"loss": "weighted"})
     client_round = start_round(trainer, client, thresholds([0.5, 0.5, 0.5]))
     step = first_step(trainer, client_round)
@@ -146,7 +146,7 @@ def test_residual_mixing_by_hand() -> None:
     assert "residual/before" not in trainer.method.send(state, make_client_info(0, 3), 11).tensors
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"method.first_stage = 4 leaves no round .* 'adaptive-labels' would never"):
         experiment(method__name="cbafed", method__first_stage=4, training__rounds=4)
     experiment(method__name="cbafed", method__first_stage=4, training__rounds=4, method__pseudo_labels=False)
@@ -154,14 +154,14 @@ def test_what_cannot_work_is_refused() -> None:
         experiment(method__name="cbafed", method__lowest=0.9, method__highest=0.8)
 
 
-def test_short_runs_say_what_they_made_of_the_schedule() -> None:
+def test_resolved_schedule_of_a_short_run_is_recorded() -> None:
     made = experiment(method__name="cbafed", training__rounds=50)
     assert made.method.options["first_stage"] == 5
     assert any("10 % of the rounds, as published" in note for note in made.notes)
     assert experiment(method__name="cbafed", training__rounds=500).method.options["first_stage"] == 50
 
 
-def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
+def test_all_switches_off_is_fedavg_pl_and_each_switch_has_an_effect() -> None:
     common = ANNOTATED | {"method__every": 1, "method__first_stage": 1}
     parent = run(experiment(method__name="fedavg-pl", **ANNOTATED)).weights
     off = {"method__pseudo_labels": False, "method__by_labels": False, "method__residual": False}
@@ -170,5 +170,5 @@ def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
         assert not same_bits(run(experiment(method__name="cbafed", **off | {name: True}, **common)).weights, parent)
 
 
-def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
+def test_resumed_run_has_the_same_result(tmp_path: Path) -> None:
     stopped_and_resumed("cbafed", tmp_path, method__every=2)

@@ -1,4 +1,4 @@
-"""Fusions as configuration: what they are put together from, what is refused, and that every part acts."""
+"""`compose`: which parts a combination has, what is refused, and that every part has an effect."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
          ("private-fedavg", {"loss": "sigmoid"})),
     ],
 )  # fmt: skip
-def test_a_method_is_its_list(lists: dict[str, Any], method: tuple[str, dict[str, Any]]) -> None:
+def test_method_equals_its_list_of_parts(lists: dict[str, Any], method: tuple[str, dict[str, Any]]) -> None:
     assert same(weights_of(composed(**lists)), weights_of(named(method[0], **method[1])))
 
 
-def test_with_all_terms_but_one_off_a_fusion_is_the_single_method() -> None:
+def test_combination_with_one_active_term_is_the_single_method() -> None:
     only_alignment = composed(parts=["alignment", "unknown-as-negative"])
     assert same(weights_of(only_alignment), weights_of(named("fedharmony", aggregation=False)))
     off = composed(**FUSION | {"parts": ["masked", "rejection", "contrast", "alignment"],
@@ -106,7 +106,7 @@ def test_with_all_terms_but_one_off_a_fusion_is_the_single_method() -> None:
         {"alignment": {"strength": 30.0}},
     ],
 )
-def test_every_term_of_a_fusion_is_there(change: dict[str, Any], fusion: dict[str, torch.Tensor]) -> None:
+def test_combination_has_every_term(change: dict[str, Any], fusion: dict[str, torch.Tensor]) -> None:
     values = {name: value for name, value in (FUSION | change).items() if value is not None}
     changed = weights_of(composed(**values))
     assert not same(changed, fusion)
@@ -144,7 +144,7 @@ def fusion() -> dict[str, torch.Tensor]:
         ({"parts": ["prior-adjusted"], "prior-adjusted": {"view": "weka"}}, ["method.prior-adjusted.view", "weak"]),
     ],
 )  # fmt: skip
-def test_what_cannot_work_together_is_refused_by_name(method: dict[str, Any], words: list[str]) -> None:
+def test_error_names_parts_that_cannot_work_together(method: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         composed(**method)
     assert all(word in str(error.value) for word in words), str(error.value)
@@ -171,7 +171,7 @@ def test_inheriting_from_two_methods_drops_nothing_silently() -> None:
     assert run(named("test-fused", first_stage=1)).summary["method"] == "test-fused"
 
 
-def test_options_of_one_name_do_not_hide_each_other() -> None:
+def test_different_options_with_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="both 'rejection' and 'client-aware-mask' have an option 'tau'"):
 
         class Rivals(FedNcaMl):
@@ -179,7 +179,7 @@ def test_options_of_one_name_do_not_hide_each_other() -> None:
             parts = (*FedNcaMl.parts, ClientAwareMask)
 
 
-def test_what_was_left_open_is_decided_and_written_down(tmp_path: Path) -> None:
+def test_auto_options_are_resolved_and_recorded(tmp_path: Path) -> None:
     made = composed(**FUSION)
     options = made.method.options
     assert options["prior-adjusted"]["first_stage"] == 1
@@ -193,7 +193,7 @@ def test_what_was_left_open_is_decided_and_written_down(tmp_path: Path) -> None:
     assert longer.depends_on_rounds(80)["method.tags.first_stage"] == (4, 8)
 
 
-def test_a_change_of_a_part_s_option_leaves_the_experiment_alone() -> None:
+def test_changing_an_option_copies_the_experiment() -> None:
     base = composed(parts=["masked", "proximal"], proximal={"mu": 0.5})
     assert base.changed({"method.proximal.mu": 9.0}).method.options["proximal"] == {"mu": 9.0}
     assert base.changed({"seed": 1}).method.options["proximal"] == {"mu": 0.5}
@@ -202,12 +202,12 @@ def test_a_change_of_a_part_s_option_leaves_the_experiment_alone() -> None:
     assert bound.method.options["proximal"] == {"mu": 0.5}
 
 
-def test_what_is_said_of_one_part_of_a_shared_setting_is_said_of_all() -> None:
+def test_shared_option_given_for_one_part_applies_to_all() -> None:
     made = composed(parts=["tags", "prior-adjusted", "consistency"], consistency={"first_stage": 2})
     assert {made.method.options[name]["first_stage"] for name in ("tags", "prior-adjusted", "consistency")} == {2}
 
 
-def test_a_part_stands_on_all_that_its_parts_stand_on() -> None:
+def test_dependencies_of_dependencies_are_added() -> None:
     class First(Part):
         name = "test-first"
 
@@ -225,12 +225,12 @@ def test_a_part_stands_on_all_that_its_parts_stand_on() -> None:
 
 
 @pytest.mark.parametrize("name", ["optimizer", "head", "a/b", "a.b"])
-def test_names_that_mean_something_else_are_refused(name: str) -> None:
+def test_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be called"):
         type("Named", (Part,), {"name": name})
 
 
-def test_a_part_that_teaches_targets_is_a_target_loss() -> None:
+def test_part_that_provides_the_target_loss_is_a_target_loss() -> None:
     class Plain(TargetLoss):
         name = "test-plain"
 
@@ -240,7 +240,7 @@ def test_a_part_that_teaches_targets_is_a_target_loss() -> None:
     assert run(composed(parts=["test-plain"])).metrics["macro_auc"] >= 0
 
 
-def test_the_upper_bound_of_a_fusion() -> None:
+def test_centralized_training_of_a_combination() -> None:
     bound = experiment(**MISSING).changed({"method": {"name": "centralized", "of": "compose", **FUSION}})
     assert run(bound).summary["method"] == "centralized"
 
@@ -248,7 +248,7 @@ def test_the_upper_bound_of_a_fusion() -> None:
 # ---- engines
 
 
-def test_a_fusion_gives_the_same_bits_with_workers_and_after_a_kill(
+def test_combination_has_the_same_bits_with_workers_and_after_a_kill(
     tmp_path: Path, fusion: dict[str, torch.Tensor]
 ) -> None:
     made = composed(**FUSION).changed({"engine.workers": 2})
@@ -265,7 +265,7 @@ def test_a_fusion_gives_the_same_bits_with_workers_and_after_a_kill(
     assert same({name: kept[name] for name in fusion}, fusion)
 
 
-def test_methods_say_what_they_are() -> None:
+def test_methods_describe_themselves() -> None:
     assert [part.name for part in FedNcaMl.recipe(FedNcaMl.Options()).parts] == [
         "masked", "rejection", "contrast", "mean",
     ]  # fmt: skip

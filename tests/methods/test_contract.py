@@ -1,4 +1,4 @@
-"""What the contract offers to parts: exchanges beside the rounds, a word after every step, memory, a second pass."""
+"""The contract of parts: exchanges outside the rounds, hooks, client state, replies that are read twice."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PlattStartAggregator(Method):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_opening_and_a_closing_exchange_ask_every_client(
+def test_opening_and_closing_exchange_include_every_client(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fedmll.data import federation
@@ -135,7 +135,7 @@ class Following(Method):
     parts = (*Method.parts, Follower)
 
 
-def test_a_teacher_follows_every_step_and_is_remembered() -> None:
+def test_teacher_is_updated_after_every_step_and_kept() -> None:
     made = experiment(
         method__name="test-following", training__optimizer="sgd", training__lr=0.5, training__batch_size=2
     )
@@ -166,7 +166,7 @@ def test_a_teacher_follows_every_step_and_is_remembered() -> None:
     assert not torch.allclose(memory["test-follower/teacher"], expected)
 
 
-def test_a_teacher_predicts_with_its_own_weights_in_evaluation_mode() -> None:
+def test_teacher_predicts_with_its_own_weights_in_evaluation_mode() -> None:
     trainer = make_trainer(experiment())
     client = make_client(trainer, LABELS)
     images = next(client.evaluation_batches()).images
@@ -192,7 +192,7 @@ def test_pseudo_targets_and_ramp_up() -> None:
 # ---- the second pass
 
 
-def test_a_spill_gives_every_reply_again_bit_for_bit() -> None:
+def test_disk_buffer_returns_every_reply_bit_for_bit() -> None:
     rng = np.random.default_rng(0)
     replies = [
         (make_client_info(k, 3), Message({"weights": torch.tensor(rng.normal(size=k + 1), dtype=torch.float32),
@@ -240,7 +240,7 @@ class NearestHalf(Aggregator):
         return best.result(), {"limit": limit}
 
 
-def test_an_average_with_a_second_pass() -> None:
+def test_average_that_reads_replies_twice() -> None:
     made = experiment().changed({"method": {"name": "compose", "average": "test-nearest"}})
     result = run(made)
     assert result.rows[-1]["limit"] > 0
@@ -250,7 +250,7 @@ def test_an_average_with_a_second_pass() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
-def test_kept_optimiser_state_goes_on_where_it_was(optimizer: str) -> None:
+def test_kept_optimizer_state_is_restored(optimizer: str) -> None:
     """One client and one batch of everything: three rounds are one round of three epochs, and fresh ones are not."""
     base = experiment(
         training__optimizer=optimizer, training__momentum=0.9, training__batch_size=200, training__rounds=3,
@@ -301,7 +301,7 @@ class Counting(Method):
     parts = (*Method.parts, Counted)
 
 
-def test_the_order_of_a_client_s_round_and_one_forward_pass_a_step() -> None:
+def test_order_of_hooks_and_one_forward_pass_per_step() -> None:
     trainer = make_trainer(experiment(method__name="test-counting", training__batch_size=3))
     passes: list[int] = []
     trainer.model.backbone.register_forward_hook(lambda *_: passes.append(1))
@@ -314,7 +314,7 @@ def test_the_order_of_a_client_s_round_and_one_forward_pass_a_step() -> None:
     assert len(passes) == 2
 
 
-def test_two_views_are_taught_the_same_targets() -> None:
+def test_two_views_have_the_same_targets() -> None:
     trainer = make_trainer(experiment())
     client_round = start_round(trainer, make_client(trainer, LABELS))
     step = first_step(trainer, client_round)
@@ -328,7 +328,7 @@ def test_two_views_are_taught_the_same_targets() -> None:
 # ---- replies
 
 
-def test_a_part_s_reply_is_refused_by_its_own_words() -> None:
+def test_rejected_reply_has_the_message_of_the_part() -> None:
     trainer = make_trainer(experiment(method__name="test-opening"))
     state = trainer.method.initial_state()
     sent = trainer.method.send(state, make_client_info(0, 3), 0)
@@ -345,6 +345,6 @@ def test_a_part_s_reply_is_refused_by_its_own_words() -> None:
     assert str(spec.find_problem("r", torch.zeros(3))).endswith("(two classes)")
 
 
-def test_an_average_of_nothing_is_an_error() -> None:
+def test_average_without_replies_is_an_error() -> None:
     with pytest.raises(ReplyRejected, match="nothing to average"):
         WeightedMean().result()

@@ -361,18 +361,18 @@ UNPUBLISHED: dict[str, set[str]] = {
 }
 
 
-def test_every_method_has_its_rows() -> None:
+def test_every_method_is_in_the_tables() -> None:
     assert own_methods() == DEFAULTS.keys()
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_what_only_the_user_can_give_is_named(name: str) -> None:
+def test_settings_that_only_the_user_can_give_are_named(name: str) -> None:
     assert find(name).unpublished.keys() == UNPUBLISHED.get(name, set())
     assert not find(name).unpublished.keys() & find(name).published.keys()
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_options_are_the_papers(name: str) -> None:
+def test_option_defaults_are_those_of_the_papers(name: str) -> None:
     keep = "best" if name == "centralized" else "last"
     rows = DEFAULTS[name] | ({} if name in ("compose", "fed-ridge") else START)
     expected = {"keep": keep} | {option: value for option, (value, _) in rows.items() if value is not None}
@@ -382,12 +382,12 @@ def test_options_are_the_papers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_published_settings_are_the_papers(name: str) -> None:
+def test_published_settings_are_those_of_the_papers(name: str) -> None:
     assert published_of(name) == {key: value for key, (value, _) in PUBLISHED.get(name, {}).items()}
 
 
 @pytest.mark.parametrize(("name", "option"), LIMITS)
-def test_limits(name: str, option: str) -> None:
+def test_limits_of_options(name: str, option: str) -> None:
     inside, outside = LIMITS[name, option]
     for value in inside:
         assert options_of(name, **{option: value})[option] == value
@@ -397,6 +397,6 @@ def test_limits(name: str, option: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_an_option_that_does_not_exist_is_refused(name: str) -> None:
+def test_unknown_option_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         options_of(name, nonsense=1)

@@ -58,7 +58,7 @@ def test_a_teacher_at_a_temperature() -> None:
 
 
 @pytest.mark.parametrize(("round", "weight"), [(1, 0.2), (2, 0.4), (3, 0.6), (5, 1.0)])
-def test_condist_learns_what_it_does_not_annotate_from_the_global_model(round: int, weight: float) -> None:
+def test_condist_learns_unannotated_classes_from_the_global_model(round: int, weight: float) -> None:
     options = {"method__first_weight": 0.2, "method__last_weight": 1.0, "method__temperature": 3.0}
     loss, gradient, teacher = loss_at(*at_work(round, method__name="condist", **options))
     known, p = TARGETS >= 0, sigmoid(LOGITS)
@@ -70,7 +70,7 @@ def test_condist_learns_what_it_does_not_annotate_from_the_global_model(round: i
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
-def test_condist_by_default_follows_the_global_model_more_and_more() -> None:
+def test_condist_weight_grows_over_the_rounds() -> None:
     for round, weight in ((1, 0.01), (3, 0.505), (5, 1.0)):
         assert condist(5).weight(round) == pytest.approx(weight)
     assert condist(1).weight(1) == 0.01
@@ -83,7 +83,7 @@ def condist(rounds: int) -> ConditionalDistillation:
 
 
 @pytest.mark.parametrize("part", ["distillation", "vacant-distillation"])
-def test_what_the_global_model_teaches_is_not_taken_for_absent(part: str) -> None:
+def test_distilled_entries_do_not_count_as_absent(part: str) -> None:
     """Beside FedAvg's loss, in which unknown counts as 0 otherwise."""
     parts = [part, "unknown-as-negative"]
     trainer, client_round = at_work(1, method={"name": "compose", "parts": parts, **STRONG.get(part, {})})
@@ -108,7 +108,7 @@ def test_fedvls_learns_vacant_classes_from_the_global_model() -> None:
     np.testing.assert_allclose(gradient[0, 2], p[0, 2] / kept.sum() + 0.3 * 2 / 3, atol=1e-6)
 
 
-def test_suppression_is_the_log_of_a_mean_over_what_is_absent() -> None:
+def test_suppression_is_the_log_mean_over_absent_entries() -> None:
     targets = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 1]])  # no class is vacant
     loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", method__suppress=2.0))
     supervised = cross_entropy(sigmoid(LOGITS), targets == 1).mean()
@@ -121,7 +121,7 @@ def test_suppression_is_the_log_of_a_mean_over_what_is_absent() -> None:
     assert loss == pytest.approx(supervised + 2.0 / 6 * sum(held), abs=1e-6)
 
 
-def test_the_share_of_an_only_positive_is_one() -> None:
+def test_share_of_a_single_positive_is_one() -> None:
     targets = np.array([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
     off = {"method__distill": 0.0, "method__suppress": 2.0}
     loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", **off))
@@ -142,7 +142,7 @@ OFF: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_switched_off_they_are_fedavg_pl(name: str) -> None:
+def test_switched_off_both_are_fedavg_pl(name: str) -> None:
     plain = run(small(method__name="fedavg-pl", **MISSING)).weights
     assert same_bits(run(small(method__name=name, **OFF[name], **MISSING)).weights, plain)
     for option in OFF[name]:
@@ -151,7 +151,7 @@ def test_switched_off_they_are_fedavg_pl(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_nothing_but_weights_travels(name: str) -> None:
+def test_only_weights_are_sent(name: str) -> None:
     plain, result = (run(small(method__name=method, **MISSING)) for method in ("fedavg-pl", name))
     for way in ("bytes_up", "bytes_down"):
         assert [row[way] for row in result.rows] == [row[way] for row in plain.rows]

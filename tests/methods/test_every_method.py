@@ -47,7 +47,9 @@ class Stop(Callback):
 
 
 @pytest.mark.parametrize("name", names())
-def test_same_bits_with_one_worker_and_two_and_after_a_stop(name: str, federation: Federation, tmp_path: Path) -> None:
+def test_same_bits_with_one_worker_two_workers_and_after_resume(
+    name: str, federation: Federation, tmp_path: Path
+) -> None:
     whole = run(setting(name, 1), tmp_path / "whole", prepared=federation)
     stopped, experiment = tmp_path / "stopped", setting(name, 2)
     if experiment.training.rounds:

@@ -63,7 +63,7 @@ def test_u_is_the_diagonal_of_the_dense_hessian() -> None:
     assert (dense - dense.diagonal().diag()).abs().max() > 0.01
 
 
-def test_behind_a_hidden_layer_it_is_right_on_average() -> None:
+def test_u_of_hidden_layers_is_unbiased() -> None:
     trainer = vectors((3,))
     message = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
     draws = [fedcurv.fisher(start_round(trainer, client(trainer, 0, round, 30), message)) for round in range(1, 61)]
@@ -84,7 +84,7 @@ def test_behind_a_hidden_layer_it_is_right_on_average() -> None:
     assert (draws[0] - exact).norm() < exact.norm()
 
 
-def test_who_knows_nothing_holds_nobody() -> None:
+def test_client_without_known_targets_adds_no_penalty() -> None:
     trainer = vectors()
     here = client(trainer, 0)
     here.data.labels[:] = -1
@@ -105,7 +105,7 @@ def a_round(
     return aggregate(trainer.method, state, pairs, number)[0], replies
 
 
-def test_the_penalty_is_that_of_the_other_clients() -> None:
+def test_penalty_is_over_the_other_clients() -> None:
     """Of three of four clients: one that was among them, and one that was not."""
     trainer = vectors(method__strength=0.7)
     memories: dict[int, Tensors] = {0: {}, 1: {}, 3: {}}
@@ -149,7 +149,7 @@ def test_without_its_penalty_and_in_round_1_it_is_fedavg_bit_for_bit() -> None:
     assert not torch.equal(on.weights["head.weight"], plain.weights["head.weight"])
 
 
-def test_strange_curvatures_are_refused() -> None:
+def test_implausible_curvatures_are_rejected() -> None:
     trainer = vectors()
     sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
     reply = trainer.train(client(trainer, 0), sent, {})
@@ -160,7 +160,7 @@ def test_strange_curvatures_are_refused() -> None:
     assert U in str(trainer.method.find_problem(sent, short, 1))
 
 
-def test_gradients_of_single_samples_fit_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_per_sample_gradients_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(small(method__name="fedcurv", model__channels=(4,)), CLASSES, clients=4)
     here = make_client(trainer, np.random.default_rng(0).integers(0, 2, (5, 3)))
     client_round = start_round(
@@ -174,12 +174,12 @@ def test_gradients_of_single_samples_fit_any_memory(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("head", ["ctran", "etf-ladm", "sphere"])
-def test_it_goes_with_every_head(head: str) -> None:
+def test_works_with_every_head(head: str) -> None:
     fusion = {"method": {"name": "compose", "head": head, "parts": ["masked", "curvature"]}, "model.channels": (8, 12)}
     assert np.isfinite(run(small(data__limit=80, partition__clients=2).changed(fusion)).rows[-1]["loss"])
 
 
-def test_it_needs_a_common_model_of_all_classes() -> None:
+def test_needs_a_global_model_of_all_classes() -> None:
     fusion = {"method.name": "compose", "method.parts": ["masked", "curvature"]}
     for average in ("local-models", "by-label"):
         with pytest.raises(ConfigError, match=f"'{average}' and 'curvature' cannot work together"):

@@ -1,4 +1,4 @@
-"""FedFixMatch: which samples are used and their loss by hand, the two views, the parent."""
+"""FedFixMatch: which samples are used, their loss, the two views, and FedAvg-PL with the switch off."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_loss(select: str) -> None:
     assert compute_loss(trainer, client_round, step).item() == pytest.approx(bce + 0.5 * total / count, rel=1e-5)
 
 
-def test_labels_carry_no_gradient() -> None:
+def test_pseudo_labels_have_no_gradient() -> None:
     trainer, client = learner_for("fedfixmatch", client=LABELS, confidence=0.5)
     step = first_step(trainer, start_round(trainer, client))
     step.logits.retain_grad()
@@ -70,7 +70,7 @@ def test_labels_carry_no_gradient() -> None:
     assert step.logits.grad[count:].any()
 
 
-def test_nobody_sure_is_the_parents_loss() -> None:
+def test_without_confident_labels_the_loss_is_fedavg_pls() -> None:
     trainer, client = learner_for("fedfixmatch", client=LABELS, confidence=1 - 1e-6)
     client_round = start_round(trainer, client)
     step = first_step(trainer, client_round)
@@ -95,7 +95,7 @@ def test_feature_vectors_are_refused() -> None:
         trainer.method.validate_clients([make_client_info(0, 3)])
 
 
-def test_kept_tokens() -> None:
+def test_frozen_features_are_two_stored_views() -> None:
     """With several kept views the two views differ; with one they are the same, and it trains too."""
     for views, augment in ((1, "none"), (3, "weak")):
         kept = {"model__freeze": "backbone", "model__views": views, "training__augment": augment}

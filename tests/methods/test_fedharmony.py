@@ -112,7 +112,7 @@ def after(method: Method, *rounds: Replies) -> Tensors:
 # What is sent
 
 
-def test_each_client_is_sent_the_consensus_of_the_others(method_of: Any) -> None:
+def test_each_client_receives_the_consensus_of_the_others(method_of: Any) -> None:
     method = method_of()
     assert set(method.send(START, peer(1), 1).tensors) == {"weights"}
     state, _ = aggregate(method, START, FIRST, 1)
@@ -231,7 +231,7 @@ def test_aggregation_off_averages_by_size(method_of: Any) -> None:
 # Replies that are refused
 
 
-def test_what_is_refused(method_of: Any) -> None:
+def test_implausible_replies_are_rejected(method_of: Any) -> None:
     method = method_of()
     sent = method.send(after(method, FIRST), peer(1), 2)
     _, good = next(iter(SECOND))
@@ -287,7 +287,7 @@ def test_loss_is_bce_plus_lambda_psi() -> None:
         assert trainer.loss(step).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_blocks_that_a_client_makes_itself_are_those_of_its_loss() -> None:
+def test_blocks_made_by_a_client_are_those_of_its_loss() -> None:
     trainer = make_trainer(harmony(), tuple(f"k{i}" for i in range(CLASSES)))
     aim = torch.tensor(matrices(1)[0])
     client_round = start_round(trainer, make_client(trainer, np.ones((8, CLASSES))), Message({CONSENSUS: aim}))
@@ -335,7 +335,7 @@ def test_blocks_off_is_one_block_of_all_labels(small_federation: Federation, tmp
     assert start_round(engine.trainer, client, nothing).round_states["alignment"] is None
 
 
-def test_alignment_brings_the_correlations_nearer(small_federation: Federation, tmp_path: Path) -> None:
+def test_alignment_reduces_the_distance_of_correlations(small_federation: Federation, tmp_path: Path) -> None:
     """A client trains towards a consensus that its data does not show: the more, the stronger the alignment."""
     aim, found = torch.tensor(matrices(1)[0]), []
     for strength in (0.0, 10.0, 100.0):
@@ -378,7 +378,7 @@ class StopIn(Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"clustering": "once", "consolidation": "median"}], ids=["each", "once"])
-def test_workers_and_a_stop_change_nothing(
+def test_same_bits_with_workers_and_after_resume(
     small_federation: Federation, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     settings = {"training.rounds": 4, "participation.count": 3, "engine.workers": 1}

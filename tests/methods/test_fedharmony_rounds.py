@@ -90,14 +90,14 @@ def test_replies_hold_the_trained_models_correlations(
             assert np.abs(expected - wrong).max() > 1e-4
 
 
-def test_who_takes_part_has_numbers_of_one_and_two_digits(played: list[Round]) -> None:
+def test_participants_have_one_and_two_digit_indices(played: list[Round]) -> None:
     took_part = [{e.peer.index for e in r.exchanges} for r in played]
     assert all(len(clients) == 5 for clients in took_part)
     assert {10, 11} & set.union(*took_part)
     assert all(new - old and new & old for old, new in pairwise(took_part))
 
 
-def test_everyone_is_sent_the_consensus_of_the_others(played: list[Round]) -> None:
+def test_every_client_receives_the_consensus_of_the_others(played: list[Round]) -> None:
     assert all(set(e.sent.tensors) == {"weights", "counters"} for e in played[0].exchanges)
     assert all("correlation/blocks" not in e.reply.tensors for e in played[0].exchanges)
     for last, this in pairwise(played):
@@ -141,7 +141,7 @@ def test_weights_are_by_size_and_agreement(played: list[Round]) -> None:
     assert played[3].after["counters"].tolist() in [e.reply["counters"].tolist() for e in played[3].exchanges]
 
 
-def test_a_run_is_these_rounds(federation: Federation, played: list[Round]) -> None:
+def test_run_equals_these_rounds(federation: Federation, played: list[Round]) -> None:
     result = run(twelve(**SOME | {"training__rounds": 2, "method__horizon": ROUNDS / 2}), prepared=federation)
     flat = torch.cat([tensor.flatten() for tensor in result.weights.values() if tensor.is_floating_point()])
     torch.testing.assert_close(flat.sort().values, played[1].after["weights"].sort().values, atol=1e-6, rtol=0)
@@ -223,7 +223,7 @@ def test_consolidations(federation: Federation, played: list[Round], kind: str) 
     np.testing.assert_allclose(records["consensus"], consensus(first, -1, kind), atol=1e-6)
 
 
-def test_a_median_outlives_a_round_without_discrepancies(federation: Federation, played: list[Round]) -> None:
+def test_median_is_kept_over_a_round_without_discrepancies(federation: Federation, played: list[Round]) -> None:
     """γ's scale is that of the last round that had a D: here two rounds before, because one reply makes no
     consensus."""
     method = method_for(federation, twelve(**SOME))

@@ -1,4 +1,4 @@
-"""FedIRM: relations and their divergence by hand and in NumPy, the teacher, the ramp, the server, the parent."""
+"""FedIRM: class relations and their divergence, the teacher, the ramp, the server, and FedAvg-PL with switches off."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_relations_by_hand() -> None:
     np.testing.assert_allclose(relations(sums, counts, 2.0), [[expit(1.5), expit(-0.5)], [0.5, 0.5]], rtol=1e-6)
 
 
-def test_the_divergence_is_that_of_bernoulli_variables() -> None:
+def test_divergence_is_that_of_bernoulli_variables() -> None:
     p, q = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.6, 0.5, 0.1])
 
     def kl(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_the_server_averages_rows_by_size_over_those_that_sent_them() -> None:
 
 
 @pytest.mark.parametrize(("key", "tensor"), [("relations", 1.5 * torch.ones(3, 3)), ("votes", torch.ones(3))])
-def test_a_wrong_reply_is_refused(key: str, tensor: torch.Tensor) -> None:
+def test_implausible_reply_is_rejected(key: str, tensor: torch.Tensor) -> None:
     trainer, client = learner_for("fedirm", client=LABELS, round=1, first_stage=1)
     reply = make_reply(trainer, start_round(trainer, client))
     asked = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
@@ -98,7 +98,7 @@ def test_a_wrong_reply_is_refused(key: str, tensor: torch.Tensor) -> None:
     assert key in str(trainer.method.find_problem(asked, reply, 1))
 
 
-def test_which_samples_the_teacher_is_sure_of() -> None:
+def test_confident_samples_of_the_teacher() -> None:
     part = part_of(learner_for("fedirm"))
     p = torch.tensor([[0.95, 0.05, 0.99], [0.95, 0.31, 0.99], [0.71, 0.29, 0.29], [1.0, 0.0, 1.0], [0.95, 0.69, 0.99]])
     assert part.confident(p).tolist() == [True, False, False, True, False]  # the third: an entropy of 0.60
@@ -141,7 +141,7 @@ def test_the_loss(round: int, relating: bool, consistent: bool, votes: tuple[boo
     assert compute_loss(trainer, client_round).item() == pytest.approx(expected + weight * extra, rel=1e-5)
 
 
-def test_nobody_sure_or_nothing_received_leaves_the_relations_out() -> None:
+def test_without_confident_samples_or_received_relations_there_is_no_relation_loss() -> None:
     found = []
     for options, message in (({"entropy": 1e-9}, sent()), ({}, None), ({"relations": False}, sent())):
         trainer, client = learner_for("fedirm", client=LABELS, round=3, first_stage=2, view="none", **options)
@@ -149,7 +149,7 @@ def test_nobody_sure_or_nothing_received_leaves_the_relations_out() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_the_teacher_follows_ever_more_slowly_and_is_remembered() -> None:
+def test_decay_of_the_teacher_grows_and_the_teacher_is_kept() -> None:
     """Decays min(1 − 1/(t+1), 0.6): 0, ½, then 0.6."""
     trainer, client = learner_for("fedirm", client=LABELS, round=2, first_stage=1, decay=0.6, training={"lr": 0.05})
     memory: dict[str, torch.Tensor] = {}
@@ -169,7 +169,7 @@ def test_in_the_first_stage_there_is_no_teacher() -> None:
     assert not memory
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"method.first_stage = 4 leaves no round .* 'relation-matching' would never"):
         experiment(method__name="fedirm", method__first_stage=4, training__rounds=4)
     off = {"method__relations": False, "method__consistency": False}
@@ -178,7 +178,7 @@ def test_what_cannot_work_is_refused() -> None:
         experiment(method__name="fedirm", method__view="nonsense")
 
 
-def test_short_runs_say_what_they_made_of_the_schedule() -> None:
+def test_resolved_schedule_of_a_short_run_is_recorded() -> None:
     made = experiment(method__name="fedirm", training__rounds=100)
     assert (made.method.options["first_stage"], made.method.options["ramp"]) == (4, 6)
     assert any("4 % of the rounds, as published" in note for note in made.notes)
@@ -187,7 +187,7 @@ def test_short_runs_say_what_they_made_of_the_schedule() -> None:
     assert (published["first_stage"], published["ramp"]) == (20, 30)
 
 
-def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
+def test_all_switches_off_is_fedavg_pl_and_each_switch_has_an_effect() -> None:
     sure = ANNOTATED | {"method__confidence": 0.5, "method__entropy": 0.7, "method__first_stage": 1}
     parent = run(experiment(method__name="fedavg-pl", **ANNOTATED)).weights
     off = {"method__relations": False, "method__consistency": False}
@@ -197,5 +197,5 @@ def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
         assert not same_bits(run(experiment(method__name="fedirm", **off | {name: True}, **sure)).weights, parent)
 
 
-def test_teachers_survive_an_interruption(tmp_path: Path) -> None:
+def test_teachers_are_restored_after_resume(tmp_path: Path) -> None:
     stopped_and_resumed("fedirm", tmp_path, "relation-matching/teacher", "relation-matching/steps")

@@ -202,7 +202,7 @@ def test_without_both_components_it_is_fedctran_bit_for_bit(glove: str) -> None:
     assert not same_bits(plain, run(lgt(glove, method__ca_mle=False)).weights)
 
 
-def test_ca_mle_that_finds_nothing_uncertain_changes_nothing(glove: str) -> None:
+def test_ca_mle_without_uncertain_labels_changes_nothing(glove: str) -> None:
     off, nothing, some, all_ = (
         run(lgt(glove, training__rounds=1, **change)).weights
         for change in ({"method__ca_mle": False}, {"method__eps": 0.0}, {"method__eps": 0.2}, {"method__eps": 0.5})
@@ -247,7 +247,7 @@ def test_a_prompt_without_a_place_for_the_class_is_refused(glove: str) -> None:
         lgt(glove, method__prompt="The photo.")
 
 
-def test_an_encoder_that_is_not_there_is_refused_before_training() -> None:
+def test_missing_encoder_is_refused_before_training() -> None:
     with pytest.raises(ConfigError, match="The choices are: wordllama"):
         run(lgt("clip"))
 
@@ -265,7 +265,7 @@ def test_the_default_encoder_works_offline(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", ["fedctran", "fedlgt"])
-def test_missing_annotations_other_losses_and_every_worker_count(glove: str, name: str) -> None:
+def test_works_with_missing_annotations_other_losses_and_workers(glove: str, name: str) -> None:
     values: dict[str, Any] = {"method__name": name, "annotation__kind": "missing", "annotation__missing": 4}
     values |= {"training__loss": "asl", "training__clip": 10.0, "training__rounds": 1}
     if name == "fedlgt":
@@ -296,7 +296,7 @@ def test_as_many_inducing_tokens_as_labels_are_refused(tokens: int) -> None:
 # ---- known labels
 
 
-def test_known_labels_are_themselves_and_unknown_ones_are_predicted() -> None:
+def test_known_labels_are_returned_and_unknown_ones_predicted() -> None:
     trainer, step = one_step(small(method__name="fedctran"), TARGETS)
     method, model, batch = trainer.method, trainer.model.eval(), step.batch
     with torch.no_grad():
@@ -310,7 +310,7 @@ def test_known_labels_are_themselves_and_unknown_ones_are_predicted() -> None:
         assert torch.equal(nothing, method.predict(model, batch.images, torch.full_like(batch.targets, -1)))
 
 
-def test_known_labels_help_where_labels_go_together(tmp_path: Path) -> None:
+def test_known_labels_help_if_labels_are_correlated(tmp_path: Path) -> None:
     """Noise for images; label b is label a, c is the opposite of a. Only who is told a can know b and c."""
     rng = np.random.default_rng(0)
     a = rng.random(800) < 0.5

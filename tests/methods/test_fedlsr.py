@@ -1,4 +1,4 @@
-"""FedLSR: its loss against NumPy, JS by hand, the schedule, the parent."""
+"""FedLSR: its loss against NumPy, JS, the schedule, and FedAvg with the switch off."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_loss(double: bool, round: int) -> None:
     assert compute_loss(trainer, client_round, step).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_first_view_is_the_trainings_and_the_second_an_augmented_one() -> None:
+def test_first_view_is_training_augment_and_second_is_the_option() -> None:
     trainer, client = learner_for("fedlsr", client=LABELS)
     step = first_step(trainer, start_round(trainer, client))
     batch = next(iter(client.batches()))
@@ -55,7 +55,7 @@ def test_divergence_by_hand() -> None:
     assert found.tolist() == pytest.approx([0.693147 - 0.562335, 0, 0.693147, 0], abs=3e-5)
 
 
-def test_mixed_logits_are_exact_where_a_probability_is_nearly_nothing() -> None:
+def test_mixed_logits_are_exact_for_tiny_probabilities() -> None:
     one, other = torch.tensor([-60.0, 0.5, 60.0], requires_grad=True), torch.tensor([-60.0, -1.0, 60.0])
     found = mixed_logits(one, other, 0.25)
     middle = 0.25 * expit(0.5) + 0.75 * expit(-1.0)
@@ -72,7 +72,7 @@ def test_the_schedule() -> None:
     assert [part.gamma(t) for t in (1, 20, 40, 41, 500)] == pytest.approx([0.01, 0.2, 0.4, 0.4, 0.4])
 
 
-def test_short_runs_say_what_they_made_of_the_schedule() -> None:
+def test_resolved_schedule_of_a_short_run_is_recorded() -> None:
     made = experiment(method__name="fedlsr", training__rounds=50)
     assert made.method.options["ramp"] == 4
     assert any("8 % of the rounds, as published" in note for note in made.notes)
@@ -96,7 +96,7 @@ def test_off_is_fedavg() -> None:
     assert not same_bits(run(experiment(method__name="fedlsr", **ANNOTATED)).weights, parent)
 
 
-def test_where_another_part_teaches_what_is_unknown_it_is_not_absent() -> None:
+def test_unknown_targets_taught_by_another_part_are_not_absent() -> None:
     trainer, client = learner_for("fedlsr", client=LABELS, strength=0)
     client_round = start_round(trainer, client)
     whole = compute_loss(trainer, client_round).item()

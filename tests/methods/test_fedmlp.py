@@ -122,7 +122,7 @@ def test_server_means() -> None:
     assert (records["tags_0"], records["tags_1"]) == (5 + 6 + 7, 2 + 4)
 
 
-def test_prototypes_nobody_sent_stay_and_momentum_mixes() -> None:
+def test_prototypes_that_nobody_sent_are_kept_and_momentum_mixes() -> None:
     trainer, _ = make({"t1": 1, "momentum": 0.25})
     prototypes = np.arange(24.0).reshape(1, 2, 3, 4)
     votes = np.ones((1, 2, 3), bool)
@@ -151,7 +151,7 @@ def test_difficulty_of_a_client(kind: str, sent: list[bool]) -> None:
 # The server's checks, and the audit
 
 
-def test_a_class_that_nobody_knows_is_named_at_the_start() -> None:
+def test_class_that_no_client_annotates_is_named_before_training() -> None:
     trainer, _ = make({})
     with pytest.raises(ConfigError, match="No client annotates k1"):
         trainer.method.validate_clients([make_client_info(0, 3, [0]), make_client_info(1, 3, [0, 2])])
@@ -189,7 +189,7 @@ GOOD = {
         ({"tags/surprise": torch.zeros(3)}, "surprise"),
     ],
 )
-def test_replies_that_are_refused(change: Tensors, reason: str | None) -> None:
+def test_implausible_replies_are_rejected(change: Tensors, reason: str | None) -> None:
     trainer, _ = make({})
     answer = trainer.method.find_problem(
         Message({"weights": torch.zeros(5)}), Message(GOOD | change, {"samples": 3}), 1
@@ -197,14 +197,14 @@ def test_replies_that_are_refused(change: Tensors, reason: str | None) -> None:
     assert answer is None if reason is None else reason in str(answer)
 
 
-def test_a_reply_that_lacks_a_part_of_its_upload_is_refused() -> None:
+def test_reply_without_a_tensor_is_rejected() -> None:
     trainer, _ = make({})
     reply = Message({"weights": torch.zeros(5), "tags/prototypes": torch.zeros(2, 3, 6)}, {"samples": 3})
     answer = str(trainer.method.find_problem(Message({"weights": torch.zeros(5)}), reply, 1))
     assert "lacks tags/difficulty, tags/made, tags/votes" in answer
 
 
-def test_audit_counts_true_tags() -> None:
+def test_audit_counts_correct_tags() -> None:
     trainer, _ = make({})
     tags = torch.tensor([[1, -1, 0], [1, 0, -1], [0, -1, 1]], dtype=torch.int8)
     truth = torch.tensor([[1, 1, 0], [0, 0, 1], [1, 0, -1]], dtype=torch.int8)  # an unknown truth is not judged

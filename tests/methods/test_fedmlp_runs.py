@@ -33,7 +33,7 @@ def test_everything_off_is_fedavg_bit_for_bit() -> None:
     assert [row["bytes_up"] for row in off.rows] == [row["bytes_up"] for row in plain.rows]
 
 
-def test_what_is_fixed_in_a_round_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixed_outputs_of_a_round_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How often a client's model goes over all its data: never, after training, before and after it."""
     scans: list[int] = []
     real = Client.evaluation_batches

@@ -139,7 +139,7 @@ def test_a_class_needs_both_prototypes_to_be_tagged() -> None:
 
 
 @pytest.mark.parametrize("view", ["none", "flip", "shift", "crop-flip", "weak"])
-def test_the_view_is_the_one_that_was_asked_for(view: str) -> None:
+def test_view_is_the_requested_one(view: str) -> None:
     trainer, client = make({"view": view})
     client_round = start_round(trainer, client)
     prior = client_round.round_states["prior-adjusted"][0].double().numpy()
@@ -151,7 +151,7 @@ def test_the_view_is_the_one_that_was_asked_for(view: str) -> None:
     np.testing.assert_allclose(compute_loss(trainer, client_round).item(), np.mean(entries), rtol=1e-5)
 
 
-def test_a_tagged_class_has_its_prior_over_all_samples() -> None:
+def test_prior_of_a_tagged_class_is_over_all_samples() -> None:
     tags = np.full(LABELS.shape, -1, np.int8)
     tags[0, 1], tags[1, 1], tags[2, 1] = 1, 1, 0
     _, client_round, _ = stage_two(LABELS, tags, T0=0.0, T1=0.0)
@@ -159,7 +159,7 @@ def test_a_tagged_class_has_its_prior_over_all_samples() -> None:
     np.testing.assert_allclose(prior, [2 / 6, 2 / 6, 2 / 5], rtol=1e-6)  # the last: one blank, over the known five
 
 
-def test_a_prior_counts_blanks_that_were_tagged() -> None:
+def test_prior_counts_tagged_blanks() -> None:
     tags = np.full(LABELS.shape, -1, np.int8)
     tags[4, 2] = 1  # the blank of the last class
     _, client_round, _ = stage_two(LABELS, tags, T0=0.0, T1=0.0)

@@ -82,7 +82,7 @@ def test_classes_without_prototypes_are_not_tagged() -> None:
     assert (tags_of(client_round) == -1).all()
 
 
-def test_changed_data_is_noticed() -> None:
+def test_changed_data_is_an_error() -> None:
     with pytest.raises(ClientError, match="has tags for 7 samples and now has 20"):
         stage_two(np.full((20, 3), -1), np.zeros((7, 3), np.int8))
 

@@ -45,7 +45,7 @@ def test_rejection_is_equation_12(tau: float) -> None:
     assert found.item() == pytest.approx(rejection_by_loops(s, TARGETS, tau), rel=1e-9)
 
 
-def test_rejection_keeps_the_digits_of_its_input() -> None:
+def test_rejection_is_precise_for_extreme_input() -> None:
     """Three, five and six negatives: a third in float32 is wrong in the eighth digit."""
     rng = np.random.default_rng(3)
     s, targets = rng.normal(0, 2, (3, 7, 7)), np.ones((3, 7), dtype=np.int8)
@@ -57,14 +57,14 @@ def test_rejection_keeps_the_digits_of_its_input() -> None:
     assert single.dtype == torch.float32
 
 
-def test_rejection_leaves_out_the_class_itself_and_what_is_not_confident() -> None:
+def test_rejection_leaves_out_the_own_class_and_small_similarities() -> None:
     """One sample, two negative classes: only h_0·m_1 is over the threshold ln(0.3/0.7) = −0.847."""
     s = torch.tensor([[[5.0, 1.0], [-0.86, 5.0]]])
     found = log_rejection(s, torch.tensor([[True, True]]), 0.3)
     assert found.item() == pytest.approx(np.log(1 + np.e) / 2, rel=1e-6)
 
 
-def test_rejections_indicator_carries_no_gradient() -> None:
+def test_rejection_indicator_has_no_gradient() -> None:
     """d/ds −log(1−σ(s)) = σ(s) where it counts, 0 elsewhere, over the same means."""
     s = torch.tensor(similarity(), requires_grad=True)
     log_rejection(s, torch.tensor(TARGETS == 0), 0.3).backward()
@@ -221,7 +221,7 @@ def test_the_etf_never_changes_and_is_never_sent(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_learnable_queries_learn_and_the_classifier_stays() -> None:
+def test_learnable_queries_are_trained_and_the_classifier_is_not() -> None:
     result = run(nca(method__query="learnable-etf", training__rounds=1))
     assert not torch.equal(result.weights["ladm.queries"], simplex_etf(16, 10, 0))
     assert "prototypes" not in result.weights
@@ -238,7 +238,7 @@ def test_attention_maps_of_a_trained_model() -> None:
     assert maps.std() > 1e-4  # not all the same
 
 
-def test_too_narrow_a_backbone_is_refused_before_training() -> None:
+def test_narrow_backbone_is_refused_before_training() -> None:
     with pytest.raises(ConfigError, match="width 10 or more"):
         run(nca(model__channels=(4, 8)))
 
@@ -257,7 +257,7 @@ def test_feature_vectors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backbone", ["resnet18", "vit"])
 @pytest.mark.parametrize("name", ["fednca-ml", "fedctran"])
-def test_every_backbone_that_gives_tokens(name: str, backbone: str) -> None:
+def test_works_with_every_backbone_with_tokens(name: str, backbone: str) -> None:
     data = build(small(method__name=name, model__backbone=backbone, model__channels=(32, 32)))
     method = build_method(task_of(data))
     images = method.task.preprocess(torch.from_numpy(data.test.samples(slice(0, 3))))

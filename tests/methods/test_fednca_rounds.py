@@ -128,7 +128,7 @@ def test_a_learned_scale_of_the_logits(federation: Federation, tmp_path: Path) -
     ],
     ids=str,
 )
-def test_the_network_is_the_one_that_the_options_describe(
+def test_network_follows_the_options(
     federation: Federation, option: dict[str, Any], queries: str | None, learnable: bool
 ) -> None:
     method = method_for(federation, nca(**option))

@@ -1,4 +1,4 @@
-"""FedNoRo: its loss and its schedule against NumPy, the parent."""
+"""FedNoRo: its loss and its schedule against NumPy, and FedAvg-PL with both switches off."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_largest_share_is_an_option() -> None:
     assert trainer.method.part(NoiseRobust).weight(9) == pytest.approx(0.25)
 
 
-def test_positives_count_more_where_the_loss_is_weighted() -> None:
+def test_weighted_loss_gives_positives_more_weight() -> None:
     found = []
     for loss in ("bce", "weighted"):
         trainer, client = learner_for("fednoro", client=LABELS, training={"loss": loss})
@@ -58,7 +58,7 @@ def test_positives_count_more_where_the_loss_is_weighted() -> None:
     assert found[0] < found[1]
 
 
-def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
+def test_all_switches_off_is_fedavg_pl_and_each_switch_has_an_effect() -> None:
     parent = run(experiment(method__name="fedavg-pl", **ANNOTATED)).weights
     off = {"method__logit_adjustment": False, "method__distillation": False}
     assert same_bits(run(experiment(method__name="fednoro", **off, **ANNOTATED)).weights, parent)

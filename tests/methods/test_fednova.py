@@ -21,7 +21,7 @@ SGD = {"method__name": "fednova", "training__optimizer": "sgd", "training__lr": 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_a_is_how_far_sgd_goes(momentum: float, steps: int) -> None:
+def test_a_is_the_total_weight_of_sgd_gradients(momentum: float, steps: int) -> None:
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=0.25, momentum=momentum)
     for _ in range(steps):
@@ -41,13 +41,13 @@ def test_steps_follow_from_the_samples(samples: int, size: int) -> None:
     assert sum(map(len, batches)) == 3 * samples
 
 
-def test_batches_of_a_number_that_is_no_count() -> None:
+def test_fractional_number_of_samples() -> None:
     assert TrainingSettings(batch_size=4).batches(0.5) == 1
     assert TrainingSettings(batch_size=4).batches(1e15) == 25 * 10**13
 
 
 @pytest.mark.parametrize("weights", ["size", "equal"])
-def test_a_round_is_the_papers(weights: str) -> None:
+def test_round_follows_the_paper(weights: str) -> None:
     """w_g − (Σ p_i a_i) Σ p_i (w_g − w_i)/a_i in float64; buffers and counters as FedAvg's."""
     trainer = make_trainer(small(**SGD, training__momentum=0.5, training__local_epochs=2, method__weighting=weights))
     state, end = trainer.method.initial_state(), trainer.weights.parameter_end
@@ -73,7 +73,7 @@ def test_a_round_is_the_papers(weights: str) -> None:
     assert not np.allclose(after["weights"][:end], p @ models[:, :end], atol=1e-2)
 
 
-def test_on_quadratics_fedavg_ends_elsewhere_and_fednova_at_the_optimum() -> None:
+def test_on_quadratics_fednova_reaches_the_optimum_and_fedavg_does_not() -> None:
     """A run comes to rest where the affine moves say; with short steps FedNova's place is the optimum, FedAvg's not."""
     equal, by_size = np.full(3, 1 / 3), np.array(quadratics.SIZES) / sum(quadratics.SIZES)
     for shares, weights in ((equal, "equal"), (by_size, "size")):
@@ -86,7 +86,7 @@ def test_on_quadratics_fedavg_ends_elsewhere_and_fednova_at_the_optimum() -> Non
     np.testing.assert_allclose(biased, quadratics.resting(equal, 3.0, normalised=False), atol=0.01)
 
 
-def test_with_as_many_steps_it_is_fedavg_bit_for_bit() -> None:
+def test_with_equal_steps_it_is_fedavg_bit_for_bit() -> None:
     same = {
         **FEW,
         "partition__kind": "iid",
@@ -103,7 +103,7 @@ def test_with_as_many_steps_it_is_fedavg_bit_for_bit() -> None:
     assert all(row["reach"] > 1 for row in nova.rows)
 
 
-def test_what_has_no_common_step_is_refused() -> None:
+def test_other_optimizers_are_refused() -> None:
     for optimizer in ("adam", "adamw"):
         with pytest.raises(ConfigError, match=rf"'{optimizer}'.*Set training\.optimizer = 'sgd'"):
             small(method__name="fednova", training__optimizer=optimizer)

@@ -90,7 +90,7 @@ def test_draws_differ_from_batch_to_batch() -> None:
     assert len(seen) == 2
 
 
-def test_it_predicts_with_the_pools_mean_and_so_do_clients() -> None:
+def test_prediction_uses_the_mean_of_the_pool() -> None:
     trainer = made()
     state = trainer.method.initial_state()
     state |= {POOL: pool((0.2, 0.1), (0.4, 0.3)), MEAN: pool((0.3, 0.25))[0]}
@@ -107,7 +107,7 @@ def test_it_predicts_with_the_pools_mean_and_so_do_clients() -> None:
     torch.testing.assert_close(client_round.outputs(features=True).probabilities, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_images_of_one_colour_are_no_division_by_zero() -> None:
+def test_images_of_one_colour_do_not_divide_by_zero() -> None:
     trainer = made()
     tensors = trainer.method.initial_state() | {POOL: pool((0.5, 0.0))}
     step = first_step(trainer, start_round(trainer, make_client(trainer, LABELS[:4]), Message(tensors)))
@@ -115,7 +115,7 @@ def test_images_of_one_colour_are_no_division_by_zero() -> None:
 
 
 @pytest.mark.parametrize("pixels", [{}, {"model__pixel_mean": (0.4, 0.5, 0.6), "model__pixel_std": (0.2, 0.3, 0.4)}])
-def test_with_the_tasks_own_pair_alone_it_is_fedavg_bit_for_bit(pixels: dict[str, Any]) -> None:
+def test_pool_with_only_the_tasks_statistics_is_fedavg_bit_for_bit(pixels: dict[str, Any]) -> None:
     trainer = made(**pixels)
     plain = make_trainer(small(**pixels), shape=(3, 8, 8), clients=4)
     state = trainer.method.initial_state()
@@ -129,7 +129,7 @@ def test_with_the_tasks_own_pair_alone_it_is_fedavg_bit_for_bit(pixels: dict[str
     assert trainer.method.find_problem(sent, reply, 1) is None
 
 
-def test_a_saved_model_predicts_as_it_did(tmp_path: Path) -> None:
+def test_saved_model_gives_the_same_predictions(tmp_path: Path) -> None:
     result = run(
         small(method__name="fedrdn", data__limit=80, partition__clients=2, training__rounds=1), tmp_path / "run"
     )
@@ -146,7 +146,7 @@ def test_a_saved_model_predicts_as_it_did(tmp_path: Path) -> None:
     assert not np.allclose(loaded.predict(images), plain.numpy(), atol=1e-4)
 
 
-def test_strange_statistics_are_refused() -> None:
+def test_implausible_statistics_are_rejected() -> None:
     trainer = made()
     sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 0)
     reply = trainer.train(make_client(trainer, LABELS, round=0), sent, {})
@@ -156,7 +156,7 @@ def test_strange_statistics_are_refused() -> None:
     assert "(3, 2)" in str(trainer.method.find_problem(sent, Message({STATISTICS: torch.ones(3, 2)}, reply.numbers), 0))
 
 
-def test_what_has_no_pixels_is_refused() -> None:
+def test_data_without_pixels_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'features:x.npz' has feature vectors.*or another method"):
         small(method__name="fedrdn", data__name="features:x.npz")
     with pytest.raises(ConfigError, match=r"computed only once.*model\.freeze = 'none'"):

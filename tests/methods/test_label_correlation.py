@@ -57,7 +57,7 @@ def test_batch_correlation_is_eq_2() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])
-def test_streamed_equals_whole(batch: int) -> None:
+def test_streamed_correlation_equals_that_of_all_scores(batch: int) -> None:
     scores = scores_of(200, 5)
     found = streamed(torch.tensor(scores), batch)
     assert np.allclose(found, eq_2(scores), atol=1e-7)
@@ -71,7 +71,7 @@ def test_hard_predictions_give_the_phi_coefficient() -> None:
     assert batch_correlation(torch.tensor(pairs, dtype=torch.float64))[0, 1].item() == pytest.approx(phi, abs=1e-5)
 
 
-def test_digits_survive_near_one() -> None:
+def test_correlation_is_precise_near_one() -> None:
     """Scores 1 − δ, δ ~ 1e-6: in float32 the uncentred p_cc' − p_c p_c' is rounding noise, the streamed one is not."""
     gaps = np.random.default_rng(0).uniform(0, 1e-4, (400, 1)) * np.array([[1.0, 2.0]])
     scores = torch.tensor(1 - gaps, dtype=torch.float32)
@@ -83,7 +83,7 @@ def test_digits_survive_near_one() -> None:
 
 
 @pytest.mark.parametrize("logits", [[100.0, -100.0, 0.0], [-100.0, -100.0, -100.0], [100.0, 100.0, 3.0]])
-def test_saturated_predictions_are_safe(logits: list[float]) -> None:
+def test_saturated_predictions_have_finite_values(logits: list[float]) -> None:
     z = torch.tensor([logits, [*logits[:2], 1.0]], requires_grad=True)
     found = batch_correlation(torch.sigmoid(z))
     found.square().sum().backward()
@@ -94,12 +94,12 @@ def test_saturated_predictions_are_safe(logits: list[float]) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(0, 10_000))
-def test_never_beyond_one(samples: int, classes: int, seed: int) -> None:
+def test_correlations_are_at_most_one(samples: int, classes: int, seed: int) -> None:
     scores = torch.tensor(scores_of(samples, classes, seed), dtype=torch.float32).round(decimals=1)
     assert streamed(scores, 4).abs().max() <= 1 + 1e-6
 
 
-def test_label_correlation_leaves_unknown_out() -> None:
+def test_label_correlation_leaves_unknown_targets_out() -> None:
     labels = np.array([[1, 1, -1], [0, 0, 1], [1, 0, -1], [0, 1, -1], [1, -1, 0], [-1, 1, -1]], dtype=np.int8)
     found = label_correlation(labels)
     known = labels[:4, :2].astype(float)  # the samples that know the first two

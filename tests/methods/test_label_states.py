@@ -94,7 +94,7 @@ def states_of(seen: Pass) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("known", "most"), [(None, 7), (0.35, 3), (0.0, 0), (1.0, 10), (0.7, 7)])
-def test_a_sample_shows_at_most_its_share_of_labels(second_round: Any, known: float | None, most: int) -> None:
+def test_at_most_the_given_share_of_states_is_shown(second_round: Any, known: float | None, most: int) -> None:
     """⌊share · 10⌋; by default ⌊7.5⌋."""
     option = {} if known is None else {"method__known": known}
     exchange, passes, _ = second_round(training__local_epochs=6, **fedctran(**option))
@@ -106,7 +106,7 @@ def test_a_sample_shows_at_most_its_share_of_labels(second_round: Any, known: fl
 
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("ca_mle", [False, True])
-def test_the_loss_is_of_what_the_network_was_not_told(second_round: Any, full: bool, ca_mle: bool) -> None:
+def test_loss_is_over_hidden_states(second_round: Any, full: bool, ca_mle: bool) -> None:
     """Summed over the annotated labels whose state is unknown; a step's losses in the mean are what is reported."""
     exchange, passes, rounds = second_round(full, training__local_epochs=2, method__ca_mle=ca_mle)
     images, targets = rounds.inputs(exchange.peer), rounds.targets(exchange.peer)
@@ -160,7 +160,7 @@ def test_the_teacher_is_the_model_that_was_sent_in_eval_mode(second_round: Any) 
 
 
 @pytest.mark.parametrize("compat", ["none", "first-sample"])
-def test_what_the_teacher_is_uncertain_of_becomes_unknown_and_the_rest_stays(second_round: Any, compat: str) -> None:
+def test_only_states_of_uncertain_labels_are_hidden(second_round: Any, compat: str) -> None:
     """τ − ε ≤ p ≤ τ + ε (Eq. 4); the released code looks at the first sample of a batch only."""
     exchange, passes, rounds = second_round(**WIDE, method__compat=compat)
     p = teacher_of(exchange, rounds)
@@ -183,7 +183,7 @@ def test_what_the_teacher_is_uncertain_of_becomes_unknown_and_the_rest_stays(sec
     assert hidden > 0
 
 
-def test_the_default_margin_is_the_papers(second_round: Any) -> None:
+def test_default_margin_is_that_of_the_paper(second_round: Any) -> None:
     """Of predictions spread around one half exactly those within 0.02 are hidden, at every sample."""
     exchange, passes, rounds = second_round(method__known=1.0, training__local_epochs=8, training__lr=1e-4)
     p = teacher_of(exchange, rounds)
@@ -202,9 +202,7 @@ def test_the_default_margin_is_the_papers(second_round: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fedctran", "fedlgt"])
 @pytest.mark.parametrize("options", [{}, {"layers": 1, "heads": 2, "dropout": 0.4}, {"dropout": 0.0}])
-def test_the_network_is_the_one_that_the_options_describe(
-    federations: dict[bool, Federation], name: str, options: dict[str, Any]
-) -> None:
+def test_network_follows_the_options(federations: dict[bool, Federation], name: str, options: dict[str, Any]) -> None:
     """Same weights, same outputs in eval mode and, with the same random numbers for dropout, in train mode."""
     more = {"method__encoder": "learned"} if name == "fedlgt" else {}
     experiment = twelve(method__name=name, **more, **{f"method__{key}": value for key, value in options.items()})
@@ -224,7 +222,7 @@ def test_the_network_is_the_one_that_the_options_describe(
 
 
 @pytest.mark.parametrize(("fine", "average"), [("concat", False), ("average", True)])
-def test_frozen_label_embeddings_are_those_of_the_options(
+def test_frozen_label_embeddings_follow_the_options(
     federations: dict[bool, Federation], tmp_path: Path, fine: str, average: bool
 ) -> None:
     encoder, prompt = word_vectors(tmp_path), "photo {class}"

@@ -1,4 +1,4 @@
-"""Every client alone."""
+"""Local-only training: metrics, workers, resume."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_means_are_over_the_clients_own_models(tmp_path: Path) -> None:
         load_run(tmp_path / "run").predict(data.test)
 
 
-def test_workers_and_resumption_change_nothing(tmp_path: Path) -> None:
+def test_same_bits_with_workers_and_after_resume(tmp_path: Path) -> None:
     made = experiment(method__name="local-only", training__rounds=4, partition__clients=12, data__limit=240)
     whole = run(made)
     run(made.changed({"training.rounds": 2, "engine.workers": 2}), tmp_path / "run")
@@ -54,14 +54,14 @@ def test_workers_and_resumption_change_nothing(tmp_path: Path) -> None:
     assert longer.metrics == whole.metrics
 
 
-def test_a_single_client_alone_is_the_federation_of_one() -> None:
+def test_single_local_client_equals_a_federation_of_one() -> None:
     one = {"partition__clients": 1, "training__rounds": 3}
     assert run(experiment(method__name="local-only", **one)).metrics["map"] == pytest.approx(
         run(experiment(method__name="fedavg-pl", **one)).metrics["map"]
     )
 
 
-def test_a_fusion_alone() -> None:
+def test_combination_of_parts_without_a_federation() -> None:
     made = experiment().changed(
         {"method": {"name": "compose", "parts": ["unknown-as-negative"], "average": "local-models"}}
     )

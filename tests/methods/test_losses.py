@@ -42,7 +42,7 @@ def test_asymmetric_loss_by_its_formula() -> None:
     assert easy.item() == 0  # p = 0.018 < clip: an easy negative counts nothing
 
 
-def test_asymmetric_loss_is_safe_when_saturated() -> None:
+def test_asymmetric_loss_is_finite_for_saturated_logits() -> None:
     logits = torch.tensor([[100.0, -100.0, 100.0, -100.0]], requires_grad=True)
     losses.asymmetric(logits, torch.tensor([[1.0, 0.0, 0.0, 1.0]])).sum().backward()
     assert logits.grad is not None
@@ -129,7 +129,7 @@ def test_em_maximises_the_entropy_of_unknown_targets() -> None:
 
 
 @pytest.mark.parametrize("name", ["hill", "splc", "em"])
-def test_losses_for_missing_labels_are_safe_when_saturated(name: str) -> None:
+def test_losses_for_missing_labels_are_finite_for_saturated_logits(name: str) -> None:
     logits = torch.tensor([[200.0, -200.0] * 3], requires_grad=True)
     losses.entrywise(name, logits, torch.tensor([[1, 1, 0, 0, -1, -1]]), None, 2).sum().backward()
     assert logits.grad is not None
@@ -140,7 +140,7 @@ TARGETS_OF_A_BATCH = [[1, -1, 0], [-1, -1, 1]]
 
 
 @pytest.mark.parametrize("name", ["hill", "splc", "em"])
-def test_every_supervision_counts_all_entries_with_such_a_loss(name: str) -> None:
+def test_all_entries_count_with_a_loss_for_missing_labels(name: str) -> None:
     """Also the one that otherwise leaves unknown ones out; in the second round."""
     found = {}
     for method in ("fedavg", "fedavg-pl", "fedctran"):
@@ -168,12 +168,12 @@ def test_every_supervision_counts_all_entries_with_such_a_loss(name: str) -> Non
         ({"method__name": "centralized", "method__of": "condist", "training__loss": "splc"}, "'distillation'"),
     ],
 )
-def test_a_loss_that_makes_no_sense_there_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+def test_error_names_a_loss_that_cannot_be_used(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         small(**changes)
 
 
-def test_losses_of_known_entries_go_with_parts_that_teach_the_unknown_ones() -> None:
+def test_ordinary_losses_work_with_parts_for_unknown_targets() -> None:
     assert small(method__name="condist", training__loss="asl").training.loss == "asl"
     assert small(method__name="fedmlp", training__loss="weighted").training.loss == "weighted"
     assert small(training__loss="splc").training.loss == "splc"

@@ -169,7 +169,7 @@ def test_with_a_loss_for_missing_labels(name: str, federation: Federation) -> No
 NOTHING_UNKNOWN = ("centralized", "private-fedavg", "private-fedprox")  # every label there; its own labels alone
 
 
-def test_the_rows_name_parts_that_there_are() -> None:
+def test_table_names_existing_parts() -> None:
     for name in names():
         for expected in row_of(name):
             for word in (expected or "").split("'")[1::2]:

@@ -97,7 +97,7 @@ def run_in(classes: tuple[str, ...], seen: list[dict[str, Any]], **method: Any) 
     return list(seen)
 
 
-def test_with_the_same_encoder_every_byte_is_the_same_whatever_the_others_label(seen: list[dict[str, Any]]) -> None:
+def test_messages_do_not_depend_on_the_labels_of_other_clients(seen: list[dict[str, Any]]) -> None:
     few, many = (run_in(classes, seen, name="test-frozen-encoder") for classes in (FEW, MANY))
     assert len(few) == 4
     assert [message["sent"] for message in few] == [message["sent"] for message in many]
@@ -105,7 +105,7 @@ def test_with_the_same_encoder_every_byte_is_the_same_whatever_the_others_label(
     assert len(received) == 4  # and it did learn
 
 
-def test_only_the_values_of_the_encoder_tell_federations_apart(seen: list[dict[str, Any]]) -> None:
+def test_federations_differ_only_in_the_values_of_the_encoder(seen: list[dict[str, Any]]) -> None:
     few, many = (run_in(classes, seen, name="private-fedavg") for classes in (FEW, MANY))
     assert few[0]["sent"] == many[0]["sent"]  # before the others have trained, nothing does
     head = WIDTH * HIDDEN + HIDDEN
@@ -124,7 +124,7 @@ def test_tuning_changes_no_shape(seen: list[dict[str, Any]], tuning: str) -> Non
     assert shapes[0] == shapes[1]
 
 
-def test_a_client_leaves_only_what_is_its_own(seen: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_client_sends_only_its_own_rows(seen: list[dict[str, Any]], tmp_path: Path) -> None:
     prepared = federation_of(MANY, {"name": "private-fedprox"})
     run(prepared.experiment, tmp_path / "run", prepared=prepared)
     for message in seen:
@@ -152,7 +152,7 @@ def narrowed(classes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Clien
     return caught[-1]
 
 
-def test_training_sees_two_classes_where_there_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_with_two_labels_trains_two_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     client = narrowed(MANY, monkeypatch)
     assert client.task.classes == client.data.classes == OURS
     assert client.task.server_data is None
@@ -162,7 +162,7 @@ def test_training_sees_two_classes_where_there_are_two(monkeypatch: pytest.Monke
     assert client.model.head.out_features == 2
 
 
-def test_a_site_that_knows_only_its_own_classes_trains_alike() -> None:
+def test_site_that_knows_only_its_classes_has_the_same_result() -> None:
     """As in a real federation: the site's task, data and model are of its own classes, in an order of its own."""
     prepared = federation_of(MANY, {"name": "private-fedavg"})
     everywhere = Trainer(task_of(prepared))

@@ -85,7 +85,7 @@ def test_a_clients_own_order_is_by_name() -> None:
     assert own_rows(("a", "x", "c", "d"), torch.tensor([True, False, True, True])).tolist() == [0, 2, 3]
 
 
-def test_rows_are_taken_out_of_flat_weights_and_put_back() -> None:
+def test_rows_are_split_from_flat_weights_and_joined_again() -> None:
     trainer = make()
     model, weights = trainer.model, trainer.weights
     head = HeadRows.of(weights)
@@ -97,7 +97,7 @@ def test_rows_are_taken_out_of_flat_weights_and_put_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["private-fedavg", "private-fedprox"])
-def test_a_client_receives_the_model_that_has_its_rows_only(name: str) -> None:
+def test_client_receives_a_model_with_only_its_rows(name: str) -> None:
     trainer = make(name)
     full, method = trainer.model, trainer.method
     message = method.send(method.initial_state(), ClientInfo(0, "k", owning("d", "a", "c")), 1)
@@ -109,7 +109,7 @@ def test_a_client_receives_the_model_that_has_its_rows_only(name: str) -> None:
     assert not message.numbers
 
 
-def test_initial_rows_depend_on_their_names_alone() -> None:
+def test_initial_rows_depend_only_on_class_names() -> None:
     trainer = make()
     other = Trainer(Task(trainer.task.experiment, ("z", "c", "b", "y", "a", "d"), (6,), 9, torch.device("cpu")))
     ours, theirs = trainer.model.head, other.model.head
@@ -177,7 +177,7 @@ def test_with_all_rows_the_average_is_fedavgs_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("private", "plain"), [("private-fedavg", "fedavg"), ("private-fedprox", "fedprox")])
-def test_public_with_everybody_owning_everything_is_the_plain_method(private: str, plain: str) -> None:
+def test_public_labels_that_all_clients_have_are_the_plain_method(private: str, plain: str) -> None:
     ours = run(small(method__name=private, method__labels="public", method__loss="sigmoid"))
     theirs = run(small(method__name=plain))
     assert all(torch.equal(ours.weights[name], theirs.weights[name]) for name in theirs.weights)
@@ -185,7 +185,7 @@ def test_public_with_everybody_owning_everything_is_the_plain_method(private: st
 
 
 @pytest.mark.parametrize("change", [6, 12, -6])
-def test_rows_that_a_client_does_not_own_are_refused(change: int) -> None:
+def test_rows_of_other_clients_are_rejected(change: int) -> None:
     method = make().method
     sent = method.send(method.initial_state(), ClientInfo(0, "k", owning("a", "b")), 1)
     right = len(sent["weights"])
@@ -249,7 +249,7 @@ def test_softmax_with_several_labels_is_refused() -> None:
 # Tuning in a run
 
 
-def test_images_are_predicted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_predicted_once_per_round(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     real = CentralTuning.features
     monkeypatch.setattr(CentralTuning, "features", lambda self, t: calls.append(1) or real(self, t))
@@ -292,7 +292,7 @@ def test_a_private_run_on_real_digits_learns() -> None:
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-def test_the_number_of_workers_and_an_interruption_change_nothing(feedback: bool, tmp_path: Path) -> None:
+def test_same_bits_with_workers_and_after_resume(feedback: bool, tmp_path: Path) -> None:
     """`feedback` off keeps a second classifier in the server's state."""
 
     class Stop(Callback):
@@ -334,7 +334,7 @@ def test_coverage_table() -> None:
     assert label_coverage.coverage_csv(counts, ["x", "y"]).splitlines()[:2] == ["round,x,y", "1,1,0"]
 
 
-def test_the_commands(tmp_path: Path) -> None:
+def test_commands_work_with_private_labels(tmp_path: Path) -> None:
     file, out = tmp_path / "experiment.toml", tmp_path / "grid"
     experiment = small(**PRIVATE, partition__kind="labels-per-client", participation__count=2)
     file.write_text(experiment.changed({"partition.labels_per_client": 3}).to_toml())

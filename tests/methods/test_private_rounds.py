@@ -92,7 +92,7 @@ CLIENT_CASES = [
 
 
 @pytest.mark.parametrize(("kind", "options", "mu"), CLIENT_CASES, ids=str)
-def test_a_client_does_sgd_on_its_own_classes(
+def test_client_trains_with_sgd_on_its_own_classes(
     federation: Federation, tmp_path: Path, kind: str, options: dict[str, Any], mu: float
 ) -> None:
     """In the second round; a model with as many outputs as the client has classes (public: with all). Where clients do
@@ -255,9 +255,7 @@ def test_the_classifier_is_tuned_to_the_clients_predictions(
     assert all(torch.equal(by_name[name], plain[name]) for name in plain if not name.startswith("head."))
 
 
-def test_without_feedback_the_tuned_classifier_predicts_and_the_untuned_one_goes_on(
-    federation: Federation, played: Any
-) -> None:
+def test_without_feedback_only_prediction_uses_the_tuned_classifier(federation: Federation, played: Any) -> None:
     first = played["private", "softmax"][0]
     settings = {"method__tuning": "mse", "method__tuning_steps": 5}
     plain, on, off = (
@@ -275,14 +273,14 @@ def test_without_feedback_the_tuned_classifier_predicts_and_the_untuned_one_goes
     assert not torch.equal(again["tuning/tuned"], states[2]["tuning/tuned"])  # other batches
 
 
-def test_a_run_is_these_rounds(federation: Federation, played: Any) -> None:
+def test_run_equals_these_rounds(federation: Federation, played: Any) -> None:
     result = run(twelve(method__loss="softmax", training__lr=0.01), prepared=federation)
     flat = torch.cat([tensor.flatten() for tensor in result.weights.values() if tensor.is_floating_point()])
     expected = played["private", "softmax"][1].after["weights"]
     assert torch.equal(flat.sort().values, expected.sort().values)
 
 
-def test_what_is_sent_has_rows_for_the_clients_own_labels_alone(federation: Federation, played: Any) -> None:
+def test_messages_have_only_rows_of_the_clients_labels(federation: Federation, played: Any) -> None:
     for exchange in played["private", "softmax"][1].exchanges:
         before = played["private", "softmax"][0].after["weights"]
         assert len(exchange.sent["weights"]) == len(before) - 6 * (8 + 1)

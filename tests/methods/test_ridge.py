@@ -93,7 +93,7 @@ def test_the_sums_give_the_pooled_masked_ridge(
     assert len(solving.grams) <= classes
 
 
-def test_gcv_is_the_textbook_s() -> None:
+def test_gcv_follows_the_textbook_formula() -> None:
     """n RSS / (n − tr H)², H the hat matrix with the intercept, by hand for every λ of the grid."""
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(40, 5)), rng.integers(0, 2, (40, 2)).astype(np.int8)
@@ -149,7 +149,7 @@ def test_a_run_equals_scikit_learn_on_all_features(tmp_path: Path) -> None:
     assert len(again.rows) == 1
 
 
-def test_it_is_a_row_of_a_comparison(tmp_path: Path) -> None:
+def test_fed_ridge_in_a_comparison(tmp_path: Path) -> None:
     base = experiment(model__freeze="backbone", model__channels=(6, 10)).changed(
         {"method": {"name": "compose", "parts": ["masked", "proximal"]}}
     )
@@ -160,7 +160,7 @@ def test_it_is_a_row_of_a_comparison(tmp_path: Path) -> None:
     assert all(np.isfinite(list(row.values("s/round").values())).all() for row in found.rows)
 
 
-def test_replies_that_lie_are_refused() -> None:
+def test_implausible_replies_are_rejected() -> None:
     trainer = make_trainer(experiment(**FROZEN))
     client = make_client(trainer, np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]]), round=0)
     sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 0)
@@ -176,7 +176,7 @@ def test_replies_that_lie_are_refused() -> None:
         assert reason in str(trainer.method.find_problem(sent, Message(good.tensors | {key: wrong}, good.numbers), 0))
 
 
-def test_who_knows_nothing_changes_nothing() -> None:
+def test_client_without_known_targets_changes_nothing() -> None:
     trainer = make_trainer(experiment(**FROZEN))
     known = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]])
     state = trainer.method.initial_state()
@@ -214,7 +214,7 @@ def test_every_method_with_a_linear_head_can_start_from_it(tmp_path: Path) -> No
         resume_more(tmp_path)
 
 
-def test_sums_that_no_features_have_are_refused() -> None:
+def test_impossible_sums_are_rejected() -> None:
     trainer = make_trainer(experiment(**FROZEN))
     client = make_client(trainer, np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]]), round=0)
     sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 0)

@@ -139,7 +139,7 @@ def test_leverages_are_those_of_the_hat_matrix(balanced: bool) -> None:
     np.testing.assert_allclose(solving.leverage[:, 0].numpy(), expected, rtol=1e-8)
 
 
-def test_a_sample_left_out() -> None:
+def test_score_of_a_left_out_sample() -> None:
     scores, targets = torch.tensor([[0.8], [0.3], [0.5]]).double(), torch.tensor([[1], [0], [-1]])
     found = platt_calibration.as_left_out(scores, targets, torch.tensor([[0.5], [0.2]]).double())
     torch.testing.assert_close(found, torch.tensor([[1 - 0.2 / 0.8], [0.3 / 0.5], [1.0]]).double())
@@ -199,7 +199,7 @@ class Killing(Callback):
             raise Killed
 
 
-def test_calibrated_is_calibrated_and_the_same_bits_on_every_way(tmp_path: Path) -> None:
+def test_calibrated_run_is_calibrated_and_has_the_same_bits_everywhere(tmp_path: Path) -> None:
     made = experiment(**PLATT, data__limit=600)
     data = federation.build(made)
     first = run(made, tmp_path / "one", prepared=data)
@@ -220,7 +220,7 @@ def test_calibrated_is_calibrated_and_the_same_bits_on_every_way(tmp_path: Path)
         resume(tmp_path / "one", rounds=12)
 
 
-def test_sums_that_lie_are_refused() -> None:
+def test_implausible_sums_are_rejected() -> None:
     trainer = make_trainer(experiment(**PLATT))
     method, state = trainer.method, trainer.method.initial_state()
     labels = np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]])
@@ -243,7 +243,7 @@ def test_sums_that_lie_are_refused() -> None:
     assert len(state["platt/tried"]) == len(platt_calibration.STEPS)
 
 
-def test_it_is_a_part_of_fusions_too() -> None:
+def test_platt_calibration_can_be_composed() -> None:
     frozen = {key: value for key, value in FROZEN.items() if key != "method__name"}
     made = experiment(**frozen, training__rounds=platt_calibration.ROUNDS).changed(
         {"method": {"name": "compose", "parts": ["masked", "platt"]}}
@@ -252,7 +252,7 @@ def test_it_is_a_part_of_fusions_too() -> None:
     torch.testing.assert_close(fused.weights["head.weight"], own.weights["head.weight"])
 
 
-def test_its_rounds_train_nobody_so_every_backbone_goes() -> None:
+def test_calibration_rounds_work_with_every_backbone() -> None:
     assert run(experiment(method__name="fed-ridge", method__calibrate="platt")).metrics["macro_auc"] > 60
 
 
@@ -303,7 +303,7 @@ def test_a_lifted_run_equals_scikit_learn_and_predicts_from_its_folder(tmp_path:
     )
 
 
-def test_a_lift_helps_where_products_decide() -> None:
+def test_lifted_features_help_if_products_matter() -> None:
     """Exclusive or of two features: no linear head sees it, a second-order one does."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2000, 8))

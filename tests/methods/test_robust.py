@@ -1,4 +1,4 @@
-"""Averages that bear a bad client, against NumPy and SciPy."""
+"""Averages that tolerate a faulty client, against NumPy and SciPy."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_trimmed_mean_is_scipys(trim: float, count: int, monkeypatch: pytest.Mon
     assert records["trimmed"] == 2 * int(trim * count)
 
 
-def test_of_three_one_is_trimmed_at_each_end() -> None:
+def test_one_of_three_replies_is_trimmed_at_each_end() -> None:
     here = trainer(method__average="trimmed-mean")
     sent = replies(here.method.initial_state()["weights"].numpy(), 3, here.weights.buffer_count)
     assert np.array_equal(merged(here.method, here.method.initial_state(), sent)[0], np.median(sent, axis=0))
 
 
 @pytest.mark.parametrize("average", ["clipped-mean", "trimmed-mean"])
-def test_one_bad_client_cannot_steer(average: str) -> None:
+def test_one_faulty_client_has_bounded_influence(average: str) -> None:
     """Four honest updates of length ½ and one of length 9 the other way, by the largest client."""
     here = trainer(method__average=average)
     state = here.method.initial_state()
@@ -106,11 +106,11 @@ def test_one_bad_client_cannot_steer(average: str) -> None:
 
 
 @pytest.mark.parametrize("average", ["clipped-mean", "trimmed-mean"])
-def test_a_run_with_it_is_the_same_with_workers(average: str) -> None:
+def test_same_bits_with_workers(average: str) -> None:
     here, there = (run(small(method__average=average, engine__workers=workers)) for workers in (0, 2))
     assert all(torch.equal(here.weights[name], there.weights[name]) for name in here.weights)
 
 
-def test_it_can_be_composed() -> None:
+def test_robust_average_can_be_composed() -> None:
     method = {"name": "compose", "average": "trimmed-mean", "parts": ["masked"], "trimmed-mean": {"trim": 0.3}}
     assert run(small(method=method)).rows[-1]["trimmed"] == 2

@@ -41,7 +41,7 @@ def over_known(logits: Tensor, batch: Batch) -> Tensor:
         ("fedprox", {}, over_all, 0.01),
     ],
 )
-def test_a_client_does_sgd_on_its_methods_loss(
+def test_client_trains_with_sgd_on_the_loss_of_its_method(
     federation: Federation, tmp_path: Path, name: str, options: dict[str, Any], loss: Any, mu: float
 ) -> None:
     """In the second round, where BatchNorm's statistics and the round's start are no longer those of the seed."""
@@ -103,7 +103,7 @@ def test_the_server_averages_models_and_their_statistics(
         ("fedharmony", {}),
     ],
 )
-def test_training_sees_augmented_views_and_every_look_at_the_data_sees_it_as_it_is(
+def test_only_training_batches_are_augmented(
     federation: Federation, tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
     """In the second round: FedHarmony's alignment has begun then."""

@@ -1,4 +1,4 @@
-"""RSCFed: the group weights by hand and in NumPy, the teacher's loss, groups from the seed, the parent."""
+"""RSCFed: the group weights, the teacher's loss, groups from the seed, and FedAvg-PL with both switches off."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_two_clients_by_hand() -> None:
     assert state["weights"][place].item() == pytest.approx(200 * second / (first + second))
 
 
-def test_one_group_of_all_without_distances_is_the_average_by_size() -> None:
+def test_one_group_without_distances_is_the_average_by_size() -> None:
     trainer = learner_for("rscfed", groups=1, group_size=5, sharpness=0)
     replies = replies_for(trainer)
     _, records = aggregate(trainer.method, trainer.method.initial_state(), replies, 1)
@@ -107,7 +107,7 @@ def test_groups_differ_between_rounds_and_half_is_rounded_up() -> None:
         ({"method__group_size": 3, "participation__fraction": 0.5}, True),
     ],
 )
-def test_a_group_larger_than_a_round_is_refused_before_training(changes: dict[str, float], refused: bool) -> None:
+def test_group_larger_than_a_round_is_refused_before_training(changes: dict[str, float], refused: bool) -> None:
     trainer, peers = (
         make_trainer(experiment(method__name="rscfed", **changes)),
         [make_client_info(k, 3) for k in range(4)],
@@ -119,7 +119,7 @@ def test_a_group_larger_than_a_round_is_refused_before_training(changes: dict[st
         trainer.method.validate_clients(peers)
 
 
-def test_the_loss_is_that_of_the_known_entries_and_the_distance_to_the_teacher() -> None:
+def test_loss_is_bce_of_known_entries_and_distance_to_the_teacher() -> None:
     trainer, client = learner_for("rscfed", client=LABELS, view="none", strength=0.5)
     teacher = trainer.weights.vector.clone() - 0.2
     client_round = start_round(trainer, client, client_state={"mean-teacher/teacher": teacher})
@@ -133,7 +133,7 @@ def test_the_loss_is_that_of_the_known_entries_and_the_distance_to_the_teacher()
     assert compute_loss(trainer, client_round).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_teacher_follows_and_is_remembered() -> None:
+def test_teacher_is_updated_and_kept() -> None:
     trainer, client = learner_for("rscfed", client=LABELS, decay=0.9)
     memory: dict[str, torch.Tensor] = {}
     start = trainer.weights.dump()
@@ -144,7 +144,7 @@ def test_the_teacher_follows_and_is_remembered() -> None:
     torch.testing.assert_close(memory["mean-teacher/teacher"], 0.9 * expected + 0.1 * trainer.weights.vector)
 
 
-def test_the_view_is_the_teachers_and_an_unknown_one_is_refused() -> None:
+def test_view_is_for_the_teacher_and_an_unknown_view_is_refused() -> None:
     found = [
         compute_loss(lr, start_round(lr, c))
         for lr, c in (learner_for("rscfed", client=LABELS, view=v) for v in ("none", "weak"))
@@ -154,7 +154,7 @@ def test_the_view_is_the_teachers_and_an_unknown_one_is_refused() -> None:
         experiment(method__name="rscfed", method__view="nonsense")
 
 
-def test_the_second_pass_reads_in_any_order() -> None:
+def test_disk_buffer_reads_in_any_order() -> None:
     spill = DiskBuffer()
     for k in range(4):
         spill.add(make_client_info(k, 3), numbered(k))
@@ -162,7 +162,7 @@ def test_the_second_pass_reads_in_any_order() -> None:
     assert [float(spill[k][1]["weights"][0]) for k in (3, 0, 2)] == [3.0, 0.0, 2.0]
 
 
-def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
+def test_all_switches_off_is_fedavg_pl_and_each_switch_has_an_effect() -> None:
     parent = run(experiment(method__name="fedavg-pl", **ANNOTATED)).weights
     off = {"method__consistency": False, "method__sub_consensus": False}
     assert same_bits(run(experiment(method__name="rscfed", **off, **ANNOTATED)).weights, parent)
@@ -170,5 +170,5 @@ def test_all_off_is_fedavg_pl_and_each_switch_switches() -> None:
         assert not same_bits(run(experiment(method__name="rscfed", **off | {name: True}, **ANNOTATED)).weights, parent)
 
 
-def test_teachers_survive_an_interruption(tmp_path: Path) -> None:
+def test_teachers_are_restored_after_resume(tmp_path: Path) -> None:
     stopped_and_resumed("rscfed", tmp_path, "mean-teacher/teacher")

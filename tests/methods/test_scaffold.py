@@ -27,7 +27,7 @@ def made(**changes: Any) -> Trainer:
     return make_trainer(small(**SGD | {"method__name": "scaffold"} | changes), clients=5)
 
 
-def test_a_clients_round_is_the_papers() -> None:
+def test_round_of_a_client_follows_the_paper() -> None:
     trainer = made()
     end, method, generator = trainer.weights.parameter_end, trainer.method, torch.Generator().manual_seed(0)
     c, own = (0.3 * torch.randn(end, generator=generator) for _ in range(2))
@@ -52,7 +52,7 @@ def test_a_clients_round_is_the_papers() -> None:
     assert method.find_problem(sent, reply, 2) is None
 
 
-def test_c_follows_by_all_clients() -> None:
+def test_c_is_divided_by_the_number_of_all_clients() -> None:
     trainer = made()
     state = trainer.method.initial_state()
     state[C] += 1
@@ -66,7 +66,7 @@ def test_c_follows_by_all_clients() -> None:
     torch.testing.assert_close(alone[C], torch.full_like(state[C], 3.0))
 
 
-def test_on_quadratics_it_ends_at_the_optimum_whatever_the_steps() -> None:
+def test_on_quadratics_it_reaches_the_optimum_for_any_number_of_steps() -> None:
     """Its fixed point is where Σ_i g_i = 0: every client counts alike."""
     best = quadratics.optimum(np.full(3, 1 / 3))
     found = quadratics.settled(quadratics.trainer(["control-variates"], "mean", 4.0), 30, "size")
@@ -74,14 +74,14 @@ def test_on_quadratics_it_ends_at_the_optimum_whatever_the_steps() -> None:
     assert np.abs(quadratics.resting(np.full(3, 1 / 3), 4.0, normalised=False) - best).max() > 0.4  # FedAvg's
 
 
-def test_with_variates_of_zero_it_is_fedavg_bit_for_bit() -> None:
+def test_zero_control_variates_are_fedavg_bit_for_bit() -> None:
     plain, first = (run(small(**FEW, training__rounds=1, method__name=name)).weights for name in ("fedavg", "scaffold"))
     assert all(torch.equal(plain[name], first[name]) for name in plain)
     plain, second = (run(small(**FEW, method__name=name)).weights for name in ("fedavg", "scaffold"))
     assert not torch.equal(plain["head.weight"], second["head.weight"])
 
 
-def test_variates_beyond_belief_are_refused() -> None:
+def test_implausible_control_variates_are_rejected() -> None:
     trainer = made()
     method = trainer.method
     sent = method.send(method.initial_state(), make_client_info(0, 3), 1)
@@ -96,7 +96,7 @@ def test_variates_beyond_belief_are_refused() -> None:
     assert CHANGE in str(method.find_problem(sent, short, 1))
 
 
-def test_other_optimisers_and_models_of_its_own_are_refused() -> None:
+def test_other_optimizers_and_local_models_are_refused() -> None:
     for word, change in (
         ("'adamw'", {"training__optimizer": "adamw"}),
         ("'adam'", {"training__optimizer": "adam"}),

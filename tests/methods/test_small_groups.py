@@ -101,7 +101,7 @@ RIDGE_ATTACKS = {
 
 @pytest.mark.parametrize("name", RIDGE_ATTACKS)
 @pytest.mark.parametrize("balanced", [False, True])
-def test_differences_of_the_ridges_sums_are_no_patient(name: str, balanced: bool) -> None:
+def test_differences_of_ridge_sums_show_no_single_patient(name: str, balanced: bool) -> None:
     labels = RIDGE_ATTACKS[name]
     options = FROZEN | {"method__ridge_balanced": balanced}
     assert reads(*replied(1, labels, 0, **options))
@@ -110,7 +110,7 @@ def test_differences_of_the_ridges_sums_are_no_patient(name: str, balanced: bool
     assert kept["ridge/cross"][0].any() or kept["ridge/cross"][2].any()  # other classes are still there
 
 
-def test_the_gram_matrices_of_two_known_sets_are_no_patient() -> None:
+def test_gram_matrices_of_two_groups_show_no_single_patient() -> None:
     """As it was found: G of all but one patient, from G of all, is f fᵀ."""
     labels = RIDGE_ATTACKS["one blank"]
     reply, features = replied(1, labels, 0, **FROZEN)
@@ -120,7 +120,7 @@ def test_the_gram_matrices_of_two_known_sets_are_no_patient() -> None:
     assert len(replied(5, labels, 0, **FROZEN)[0]["ridge/gram"]) == 1
 
 
-def test_spherefeds_calibration_keeps_to_it_too() -> None:
+def test_spherefed_calibration_withholds_small_groups() -> None:
     labels = RIDGE_ATTACKS["one blank"]
     options: dict[str, Any] = {"method__name": "spherefed", "training__rounds": 1}
     assert reads(*replied(1, labels, 2, **options), part="calibration")
@@ -129,7 +129,7 @@ def test_spherefeds_calibration_keeps_to_it_too() -> None:
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), classes=st.integers(1, 6), smallest=st.integers(2, 6), share=st.floats(0, 1))
-def test_no_two_groups_that_show_differ_by_a_small_one(seed: int, classes: int, smallest: int, share: float) -> None:
+def test_released_groups_do_not_differ_by_a_small_group(seed: int, classes: int, smallest: int, share: float) -> None:
     """By sets, one pair after the other. Classes are made from each other, so that many nearly agree."""
     rng = np.random.default_rng(seed)
     targets = np.repeat(rng.integers(-1, 2, (30, 1)), classes, axis=1)
@@ -151,7 +151,7 @@ def test_no_two_groups_that_show_differ_by_a_small_one(seed: int, classes: int, 
     assert np.array_equal(small_groups.mask_columns(targets, 1), targets)
 
 
-def test_what_is_withheld_and_why() -> None:
+def test_withheld_classes_and_reasons() -> None:
     known = labels_of(COMMON, COMMON, only(1), COMMON * 0, COMMON * 0 - 1, blank(positives(9, 4), 30), positives(9, 4))
     assert small_groups.releasable_columns(known, 5).tolist() == [True, True, False, True, True, False, True]
     assert not small_groups.releasable_columns(known[:4], 5).any()  # four patients in all
@@ -164,7 +164,7 @@ def test_what_is_withheld_and_why() -> None:
     assert sums_of(torch.randn(SAMPLES, 3).double(), kept)["group"].tolist() == [0, 0, -1, 0, -1, -1, 0]
 
 
-def test_with_blanks_here_and_there_samples_are_left_out_and_not_classes() -> None:
+def test_with_scattered_blanks_samples_are_left_out_instead_of_classes() -> None:
     rng = np.random.default_rng(0)
     targets = (rng.random((2000, 8)) < 0.2).astype(np.int8)
     blanks = rng.random(targets.shape) < 0.002
@@ -192,7 +192,7 @@ def test_groups_are_counted_exactly_in_blocks(monkeypatch: pytest.MonkeyPatch) -
 # ---- (b) FedMLP's prototypes
 
 
-def test_a_prototype_of_the_absent_does_not_show_the_one_that_is_present() -> None:
+def test_absent_prototype_does_not_show_the_only_positive() -> None:
     """The mean of all (another class's absent side) less the mean of the absent, by their counts, is the patient."""
     labels = labels_of(COMMON * 0, only(PATIENT), COMMON)
     options: dict[str, Any] = {"method__name": "fedmlp", "method__first_stage": 1, "training__rounds": 3}
@@ -213,7 +213,7 @@ def test_a_prototype_of_the_absent_does_not_show_the_one_that_is_present() -> No
 # ---- (c) Platt's sums
 
 
-def test_platts_sums_are_without_what_the_ridge_withholds() -> None:
+def test_platt_sums_leave_out_what_the_ridge_withholds() -> None:
     """A server that sends a = 0 and, as the negatives' target, σ(b) hears of the positives alone: of a single one the
     gradient by a is (σ(b) − t) z, that by b σ(b) − t, and z is their ratio."""
     labels = labels_of(COMMON, only(PATIENT), COMMON)
@@ -237,7 +237,7 @@ def test_platts_sums_are_without_what_the_ridge_withholds() -> None:
 # ---- (d) FedIRM's relations
 
 
-def test_a_row_of_fedirm_is_not_one_patients_logits() -> None:
+def test_fedirm_row_is_not_the_logits_of_one_patient() -> None:
     labels = labels_of(COMMON, only(PATIENT), COMMON)
     options: dict[str, Any] = {
         "method__name": "fedirm", "method__first_stage": 1, "training__rounds": 3, "training__lr": 1e-9,
@@ -262,7 +262,7 @@ def test_a_row_of_fedirm_is_not_one_patients_logits() -> None:
 # ---- what else leaves
 
 
-def test_correlations_of_a_class_that_one_patient_has_do_not_show_the_patients_other_labels() -> None:
+def test_correlations_do_not_show_the_other_labels_of_a_single_patient() -> None:
     labels = labels_of(COMMON, only(PATIENT), positives(9, 4))
     options: dict[str, Any] = {"method__name": "fedharmony", "training__rounds": 2}
     assert replied(1, labels, **options)[0]["correlation/correlation"].ne(0).all()
@@ -270,7 +270,7 @@ def test_correlations_of_a_class_that_one_patient_has_do_not_show_the_patients_o
     assert found.ne(0).tolist() == [[True, False, True], [False] * 3, [True, False, True]]
 
 
-def test_curvature_of_a_class_known_of_one_patient_is_not_the_patients_features() -> None:
+def test_curvature_does_not_show_the_features_of_a_single_patient() -> None:
     """In the head's row of the class, over the same of the bias, are the squares of the features."""
     labels = labels_of(COMMON, blank(COMMON * 0, *(set(range(SAMPLES)) - {PATIENT})), COMMON)
     options: dict[str, Any] = {"method__name": "fedcurv", "model__channels": (6, 10)}
@@ -285,7 +285,7 @@ def test_curvature_of_a_class_known_of_one_patient_is_not_the_patients_features(
 
 
 @pytest.mark.parametrize(("blanks", "told"), [((), 40), ((1, 2), 40), (range(5), 35), (range(37), 0)])
-def test_cbafeds_shares_do_not_count_a_few_patients(blanks: Any, told: int) -> None:
+def test_cbafed_shares_do_not_show_small_counts(blanks: Any, told: int) -> None:
     labels = labels_of(COMMON, blank(COMMON, *blanks), COMMON)
     for smallest, expected in ((1, SAMPLES - len(list(blanks))), (5, told)):
         used = replied(smallest, labels, method__name="cbafed", training__rounds=10)[0]["labels-used/used"]

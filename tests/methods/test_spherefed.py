@@ -32,7 +32,7 @@ FEW = {"data__limit": 80, "partition__clients": 2}
 LABELS = np.array([[1, 0, -1], [0, 1, 1], [-1, -1, 0], [1, 0, 1], [0, 1, -1]])
 
 
-def test_features_are_unit_and_the_rows_orthonormal_and_fixed() -> None:
+def test_features_have_norm_one_and_rows_are_orthonormal_and_fixed() -> None:
     trainer = make_trainer(small(**WIDE))
     client = make_client(trainer, LABELS)
     step = first_step(trainer, start_round(trainer, client))
@@ -98,7 +98,7 @@ def test_the_closing_exchange_is_the_pooled_least_squares(eps: float, tmp_path: 
     np.testing.assert_allclose(loaded.predict(data.train.samples(round_state)), scores, atol=2e-3)
 
 
-def test_calibration_can_be_left_out_and_changes_the_classifier_alone() -> None:
+def test_calibration_is_optional_and_changes_only_the_classifier() -> None:
     on, off = (run(small(**FEW, **WIDE, method__calibrated=on)) for on in (True, False))
     assert [name for name in on.weights if not torch.equal(on.weights[name], off.weights[name])] == ["classifier"]
     fusion = {"method": {"name": "compose", "head": "sphere", "parts": ["squared-error"]}, "model.channels": (8, 12)}
@@ -107,7 +107,7 @@ def test_calibration_can_be_left_out_and_changes_the_classifier_alone() -> None:
     assert on.rows[-1]["loss"] == off.rows[-1]["loss"]
 
 
-def test_a_class_that_nobody_knows_keeps_its_row() -> None:
+def test_class_without_known_targets_keeps_its_row() -> None:
     trainer = make_trainer(small(**WIDE))
     labels = LABELS.copy()
     labels[:, 1] = -1
@@ -123,7 +123,7 @@ def test_a_class_that_nobody_knows_keeps_its_row() -> None:
     assert "not symmetric" in str(trainer.method.find_problem(sent, lie, number))
 
 
-def test_nothing_is_asked_before_the_end() -> None:
+def test_sums_are_sent_only_at_the_end() -> None:
     trainer = make_trainer(small(**WIDE))
     sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 2)  # the last round of two
     reply = trainer.train(make_client(trainer, LABELS, round=2), sent, {})
@@ -132,7 +132,7 @@ def test_nothing_is_asked_before_the_end() -> None:
     assert trainer.method.has_exchange("closing") and not trainer.method.has_exchange("opening")
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 orthonormal rows need features at least 3 wide.*gives 2"):
         make_trainer(small(method__name="spherefed", model__channels=(4, 2)))
     assert make_trainer(small(method__name="spherefed", model__channels=(4, 3))).model.width == 3

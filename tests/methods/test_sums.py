@@ -1,4 +1,4 @@
-"""Sums that no samples have are refused; those of any samples are not."""
+"""Impossible sums are rejected; sums of real samples are accepted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sums(seed: int = 0, count: int = 30, balanced: bool = True) -> Tensors:
 
 @pytest.mark.parametrize("count", [1, 3, 30, 500])
 @pytest.mark.parametrize("seed", range(4))
-def test_sums_of_samples_are_believed(seed: int, count: int) -> None:
+def test_sums_of_real_samples_are_accepted(seed: int, count: int) -> None:
     for balanced in (False, True):
         assert refuse_moments(sums(seed, count, balanced), count) is None
 
@@ -71,11 +71,11 @@ LIES = {
 
 
 @pytest.mark.parametrize("reason", LIES)
-def test_sums_that_no_samples_have(reason: str) -> None:
+def test_impossible_sums_are_rejected(reason: str) -> None:
     assert reason.strip() in str(refuse_moments(LIES[reason](sums()), 30))
 
 
-def test_unit_features_have_a_norm() -> None:
+def test_sums_of_unit_features_are_bounded() -> None:
     features = torch.nn.functional.normalize(torch.randn(20, 4, generator=torch.manual_seed(1)).double(), dim=1)
     targets = torch.ones(20, 2, dtype=torch.int8)
     assert refuse_moments(ridge_head.sums_of(features, targets), 20, unit=True) is None
@@ -93,7 +93,7 @@ def losses(tried: torch.Tensor, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_sums_of_losses_are_believed(seed: int) -> None:
+def test_sums_of_real_losses_are_accepted(seed: int) -> None:
     tried = torch.from_numpy(np.random.default_rng(seed + 9).normal(size=(4, 2, 3)) * 3)
     assert refuse_losses(losses(tried, seed), tried, 25) is None
     assert refuse_losses(losses(tried[:1], seed), tried[:1], 25) is None
@@ -107,7 +107,7 @@ def test_sums_of_losses_are_believed(seed: int) -> None:
         (1, 1e4, "not those of one convex"),
     ],
 )  # fmt: skip
-def test_losses_that_no_scores_have(place: int, value: float, reason: str) -> None:
+def test_impossible_sums_of_losses_are_rejected(place: int, value: float, reason: str) -> None:
     tried = torch.from_numpy(np.random.default_rng(9).normal(size=(4, 2, 3)))
     found = losses(tried)
     found[1, place, 2] = value
@@ -125,7 +125,7 @@ def test_losses_that_no_scores_have(place: int, value: float, reason: str) -> No
     ],
     ids=["fed-ridge", "spherefed"],
 )
-def test_a_made_up_reply_is_refused(settings: dict[str, object], part: str) -> None:
+def test_invented_reply_is_rejected(settings: dict[str, object], part: str) -> None:
     trainer = make_trainer((experiment if part == "ridge" else small)(**settings))
     method, number = trainer.method, 0 if part == "ridge" else trainer.task.rounds + 1
     sent = method.send(method.initial_state(), make_client_info(0, 3), number)
@@ -145,7 +145,7 @@ def test_a_made_up_reply_is_refused(settings: dict[str, object], part: str) -> N
     )
 
 
-def test_votes_are_of_annotated_classes() -> None:
+def test_votes_for_other_classes_are_rejected() -> None:
     trainer = make_trainer(small(method__name="fedirm", method__first_stage=1))
     expected = trainer.method.reply_spec(
         trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1), 1

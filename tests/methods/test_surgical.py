@@ -1,4 +1,4 @@
-"""Surgical Aggregation: rows by hand."""
+"""Surgical Aggregation: classifier rows against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_client_has_and_sends_all_rows() -> None:
     assert not trainer.method.has("private-labels")
 
 
-def test_where_everybody_annotates_everything_it_is_fedavg_pl_bit_for_bit() -> None:
+def test_complete_annotation_is_fedavg_pl_bit_for_bit() -> None:
     for changes in ({}, {"method__weighting": "equal"}):
         plain, surgical = (
             run(small(**FEW, method__name=name, **changes)).weights for name in ("fedavg-pl", "surgical")

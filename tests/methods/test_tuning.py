@@ -68,7 +68,7 @@ def test_sigmoid_probabilities_are_not_normalised() -> None:
 
 
 @pytest.mark.parametrize("absent", ["omit", "naive", "penalise"])
-def test_a_label_that_all_clients_lack(absent: Any) -> None:
+def test_label_that_no_client_has(absent: Any) -> None:
     """Three separable classes; the global classifier is right about all, the round's only client has the labels 0 and
     1. `naive` gives everything to label 2, `penalise` takes it away from all; by default nothing is lost."""
     truth = torch.arange(300) % 3
@@ -94,7 +94,7 @@ def test_a_label_that_all_clients_lack(absent: Any) -> None:
 
 
 @pytest.mark.parametrize("loss", ["mse", "pairwise"])
-def test_tuning_brings_the_classifier_near_its_clients(loss: Any) -> None:
+def test_tuned_classifier_agrees_with_the_clients(loss: Any) -> None:
     """Two clients that each know half: with their help a random classifier learns to tell all four classes apart."""
     truth = torch.arange(400) % 4
     features = 2 * torch.eye(4)[truth] + 0.3 * torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
@@ -109,7 +109,7 @@ def test_tuning_brings_the_classifier_near_its_clients(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(("batch", "seen"), [(5, [5, 10, 10]), (4, [4, 8, 8]), (1, [1, 2, 3]), (10, [10]), (99, [10])])
-def test_tuning_goes_through_all_images_before_it_starts_again(batch: int, seen: list[int]) -> None:
+def test_tuning_uses_all_images_before_repeating(batch: int, seen: list[int]) -> None:
     """Every image is a feature of its own here, so a weight changes exactly when its image has been in a batch. With
     batches of 4 the third begins a new order (the two images that are left do not make a batch)."""
     opinions = ClientPredictions.gather([torch.full((10, 2), 0.5)], [torch.tensor([0, 1])], 2)
@@ -128,7 +128,7 @@ def test_tuning_goes_through_all_images_before_it_starts_again(batch: int, seen:
     assert len(orders) > 1
 
 
-def test_a_client_that_gives_its_labels_no_chance_at_all_asks_for_nothing() -> None:
+def test_client_with_zero_probabilities_adds_no_loss() -> None:
     """Sigmoids can all be 0: the pairwise loss is 0 then, and so is its gradient."""
     h = torch.tensor([[[0.2, 0.7]]], requires_grad=True)
     loss = pairwise(torch.zeros(1, 1, 2), h, torch.ones(1, 1, 2, dtype=torch.bool))
@@ -137,7 +137,7 @@ def test_a_client_that_gives_its_labels_no_chance_at_all_asks_for_nothing() -> N
     assert h.grad.tolist() == [[[0.0, 0.0]]]
 
 
-def test_work_in_the_servers_process_has_one_thread() -> None:
+def test_server_work_uses_one_thread() -> None:
     torch.set_num_threads(2)
     with pytest.raises(KeyError), single_thread():
         assert torch.get_num_threads() == 1

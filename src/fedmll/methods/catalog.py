@@ -75,7 +75,10 @@ def describe_options(method: type[MethodEntry]) -> list[tuple[str, list[OptionRo
 
 
 def _row(name: str, field: FieldInfo) -> OptionRow:
-    return name, field.description or "", " or ".join(_range(field.annotation, field.metadata)), str(field.default)
+    default = ", ".join(field.default) if isinstance(field.default, tuple) else str(field.default)
+    if field.default is None or isinstance(field.default, bool):
+        default = default.lower()  # as in TOML, not as in Python
+    return name, field.description or "", " or ".join(_range(field.annotation, field.metadata)), default
 
 
 def _range(kind: Any, metadata: Any = ()) -> list[str]:
@@ -92,7 +95,8 @@ def _range(kind: Any, metadata: Any = ()) -> list[str]:
         return [text for one in get_args(kind) if one is not type(None) for text in _range(one, metadata)] + (
             ["none"] if type(None) in get_args(kind) else []
         )
-    return [limits or getattr(kind, "__name__", str(kind)).lower()]
+    name = getattr(kind, "__name__", str(kind)).lower()
+    return [limits or {"str": "text", "tuple": "names"}.get(name, name)]
 
 
 def main() -> None:

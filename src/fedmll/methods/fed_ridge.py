@@ -30,7 +30,7 @@ class FedRidge(Method):
     parts = (
         RidgeHead,
         MaskedLoss,
-        PartChoice("calibrate", {"none": None, "platt": PlattCalibration}, "make probabilities of the scores"),
+        PartChoice("calibrate", {"none": None, "platt": PlattCalibration}, "probabilities by Platt calibration"),
     )
 
     @classmethod

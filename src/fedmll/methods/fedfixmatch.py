@@ -33,7 +33,7 @@ class FixMatch(SecondView):
     class Options(SecondView.Options):
         view: str = option("strong", "the augmentation of the strong view; training.augment is the weak one")
         confidence: float = option(0.8, "τ: p ≥ τ becomes the label 1, p ≤ 1 − τ the label 0", ge=0.5, lt=1)
-        select: Literal["sample", "entry"] = option("sample", "use only samples with all labels, or every entry")
+        select: Literal["sample", "entry"] = option("sample", "use fully pseudo-labelled samples only, or any entry")
         strength: float = option(1.0, "λ: weight of the pseudo labels' loss", ge=0)
 
     def on_round_start(self, client_round: ClientRound) -> None:

@@ -69,9 +69,7 @@ class RelationMatching(TwoStagePart, SecondView):
         relations: bool = option(True, "match class relations between clients")
         consistency: bool = option(True, "consistency with the EMA teacher, for all entries")
         temperature: float = option(2.0, "T: temperature of the class relations", gt=0)
-        confidence: float = option(
-            0.7, "teacher label is confident if p' > confidence or < 1 − confidence", ge=0.5, lt=1
-        )
+        confidence: float = option(0.7, "p above it (or below 1 − confidence) is a confident label", ge=0.5, lt=1)
         entropy: float = option(0.25, "largest mean entropy over the classes of a confident sample, in nats", gt=0)
         decay: float = option(0.99, "largest decay of the EMA teacher", ge=0, lt=1)
         ramp: Rounds = option("auto", "number of rounds until w is 1; auto: 6 % of the rounds")

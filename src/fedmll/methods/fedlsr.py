@@ -99,4 +99,8 @@ class FedLSR(Method):
     summary = "for noisy labels: consistent predictions for two views of an image; unknown targets count as absent"
     paper = "Jiang, Sun, Wang, Liu and Li, CIKM 2022"
     setting = ("partial annotation",)
-    parts = (switch("self_regularisation", SelfRegularised, "two views; off: FedAvg", otherwise=UnknownAsNegative),)
+    parts = (
+        switch(
+            "self_regularisation", SelfRegularised, "train with two views; off: FedAvg", otherwise=UnknownAsNegative
+        ),
+    )

@@ -42,7 +42,9 @@ from fedmll.models.network import Network
 __all__ = ["Method", "MethodRecipe", "PartChoice", "switch"]
 
 P = TypeVar("P", bound=Part)
-START = PartChoice("start", {"seed": None, "ridge": RidgeHead}, "initial head: from the seed, or the exact ridge head")
+START = PartChoice(
+    "start", {"seed": None, "ridge": RidgeHead}, "initial weights of the head: random, or by ridge regression"
+)
 
 
 class Method(MethodEntry):

@@ -100,7 +100,9 @@ class PrivateFedAvg(Method):
         PartChoice("tuning", {"none": None, "mse": CentralTuning, "pairwise": CentralTuning}, "loss of the tuning"),
     )
     average = PartChoice(
-        "labels", {"private": PrivatePerLabelAverage, "public": WeightedAverage}, "know own labels, or all"
+        "labels",
+        {"private": PrivatePerLabelAverage, "public": WeightedAverage},
+        "clients know only their own labels, or all",
     )
 
     class Options(PartOptions):

@@ -131,7 +131,5 @@ class RSCFed(Method):
     setting = ("partial annotation",)
     remembers = "an EMA teacher (as large as the model)"
     parts = (MaskedLoss, switch("consistency", MeanTeacher, "learn unknown targets from the EMA teacher"))
-    average = switch(
-        "sub_consensus", SubConsensus, "mean of the groups' means; off: by size", otherwise=WeightedAverage
-    )
+    average = switch("sub_consensus", SubConsensus, "average over random groups", otherwise=WeightedAverage)
     symbols: ClassVar[dict[str, Any]] = {"M": "groups", "K": "group_size", "beta": "sharpness"}
