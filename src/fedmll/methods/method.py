@@ -13,6 +13,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import AggregationError, ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.seeding import derive
+from fedmll.methods.allowed_replies import ReplyProblem, all_finite, find_reply_problem, has_negative_variance
 from fedmll.methods.base import (
     Aggregator,
     Component,
@@ -32,7 +33,6 @@ from fedmll.methods.method_config import MethodConfig, MethodEntry
 from fedmll.methods.parts.averaging import WeightedAverage
 from fedmll.methods.parts.ridge_head import RidgeHead
 from fedmll.methods.recipe import MethodRecipe, PartChoice, check_option_names, switch, with_dependencies
-from fedmll.methods.allowed_replies import ReplyProblem, all_finite, find_reply_problem, has_negative_variance
 from fedmll.methods.task import Task
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat_weights import FlatWeights
