@@ -10,8 +10,8 @@ from fedmll.config.toml_values import merge_overrides
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 from fedmll.methods.base import Part, PartOptions, option
+from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.method import Method
-from fedmll.methods.parts.target_losses import UnknownAsNegative
 
 
 def test_toml_round_trip_gives_the_same_experiment(tmp_path: Path) -> None:
