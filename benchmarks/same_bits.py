@@ -40,8 +40,13 @@ METHODS = (
 SETTINGS: dict[str, dict[str, Any]] = {
     "complete": {},
     "partial": {"annotation.kind": "missing", "annotation.missing": 4},
-    "complete, frozen": {"model.freeze": "backbone"},
-    "partial, frozen": {"annotation.kind": "missing", "annotation.missing": 4, "model.freeze": "backbone"},
+    "complete, frozen": {"model.freeze": "backbone", "model.weights": "random"},
+    "partial, frozen": {
+        "annotation.kind": "missing",
+        "annotation.missing": 4,
+        "model.freeze": "backbone",
+        "model.weights": "random",
+    },
 }
 SEEDS = (0, 1)
 COMMON: dict[str, Any] = {

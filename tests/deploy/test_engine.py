@@ -46,16 +46,17 @@ METHODS = [
     {"method__name": "private-fedavg"},
     {"method__name": "test-drifting-slowly", "training__rounds": 3},
     {"method__name": "test-surveyed", "training__rounds": 3},
-    {"method__name": "fed-ridge", "model__freeze": "backbone"},
+    {"method__name": "fed-ridge", "model__freeze": "backbone", "model__weights": "random"},
     {
         "method__name": "fed-ridge",
         "model__freeze": "backbone",
+        "model__weights": "random",
         "method__ridge_balanced": True,
         "method__lift": "relu",
         "method__lift_width": 6,
         "method__calibrate": "platt",
     },
-    {"method__name": "fedavg-pl", "model__freeze": "backbone", "method__start": "ridge"},
+    {"method__name": "fedavg-pl", "model__freeze": "backbone", "model__weights": "random", "method__start": "ridge"},
     FUSION,
 ]
 METHODS += [  # a width that every head can have

@@ -178,8 +178,19 @@ def test_a_run_does_not_start_with_fewer_clients_than_start_with(consortium: Con
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"method__name": "fed-ridge", "model__freeze": "backbone"}, r"'fed-ridge' asks .* \(ridge\)"),
-        ({"method__name": "fedavg-pl", "model__freeze": "backbone", "method__start": "ridge"}, r"'fedavg-pl' asks"),
+        (
+            {"method__name": "fed-ridge", "model__freeze": "backbone", "model__weights": "random"},
+            r"'fed-ridge' asks .* \(ridge\)",
+        ),
+        (
+            {
+                "method__name": "fedavg-pl",
+                "model__freeze": "backbone",
+                "model__weights": "random",
+                "method__start": "ridge",
+            },
+            r"'fedavg-pl' asks",
+        ),
         ({"method__name": "fedrdn"}, r"'fedrdn' asks .* \(random-normalisation\)"),
     ],
     ids=lambda value: value.get("method__name") if isinstance(value, dict) else "",

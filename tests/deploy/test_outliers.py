@@ -231,7 +231,13 @@ SKEWED = [
     {"partition.beta": 0.05, "partition.minimum": 2},
     {"partition.beta": 0.3, "training.optimizer": "sgd", "training.lr": 0.5, "training.momentum": 0.9},
     {"partition.beta": 0.05, "partition.clients": 5, "training.lr": 0.05},
-    {"model.freeze": "backbone", "training.optimizer": "sgd", "training.lr": 10.0, "partition.minimum": 2},
+    {
+        "model.freeze": "backbone",
+        "model.weights": "random",
+        "training.optimizer": "sgd",
+        "training.lr": 10.0,
+        "partition.minimum": 2,
+    },
     {"method.name": "scaffold", "training.optimizer": "sgd", "training.lr": 0.3, "partition.beta": 0.05},
     {"method.name": "fedavg-pl", "annotation.kind": "missing", "annotation.missing": 8, "partition.beta": 0.05},
 ]

@@ -121,7 +121,7 @@ def test_site_with_fewer_images_than_the_minimum_does_not_train(tmp_path: Path) 
         worker_of(site_with(tmp_path, 3, trained=4, min_images=1))
 
 
-FROZEN: dict[str, Any] = {"method__name": "fed-ridge", "model__freeze": "backbone"}
+FROZEN: dict[str, Any] = {"method__name": "fed-ridge", "model__freeze": "backbone", "model__weights": "random"}
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_pooled_method_has_one_client_with_all_data() -> None:
 
 
 def test_opening_exchange_trains_no_client() -> None:
-    trainer = make_trainer(experiment(method__name="fed-ridge", model__freeze="backbone"))
+    trainer = make_trainer(experiment(method__name="fed-ridge", model__freeze="backbone", model__weights="random"))
     before = trainer.weights.vector.clone()
     sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 0)
     reply = trainer.train(make_client(trainer, LABELS, round=0), sent, {})

@@ -182,7 +182,7 @@ def test_local_models_stay_with_their_clients(vectors: dict[str, Any]) -> None:
 
 
 def test_frozen_tokens_with_a_linear_head() -> None:
-    setting = {"model__freeze": "backbone", "training__lr": 0.01, "partition__clients": 6}
+    setting = {"model__freeze": "backbone", "model__weights": "random", "training__lr": 0.01, "partition__clients": 6}
     assert_close(weights_of(experiment(**setting)), weights_of(experiment(**setting, training__clients_per_batch=6)))
 
 
@@ -389,7 +389,8 @@ def test_incompatible_settings_are_refused(vectors: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "layer"), [({}, "Conv2d"), ({"model__freeze": "backbone", "model__width": 8}, "Conv2d")]
+    ("setting", "layer"),
+    [({}, "Conv2d"), ({"model__freeze": "backbone", "model__weights": "random", "model__width": 8}, "Conv2d")],
 )
 def test_network_with_other_layers_is_refused_before_training(
     setting: dict[str, Any], layer: str, tmp_path: Path

@@ -93,7 +93,7 @@ BACKBONES = {
     "convnet": ((3, 12, 8), {"model__channels": (4, 8), "model__norm": "group", "model__width": 16}),
     "densenet121": ((3, 32, 32), {}),
     "mlp": ((7,), {"model__channels": (8,), "data__name": "features:x.npz"}),
-    "mobilenet-v2": ((3, 32, 32), {"model__freeze": "backbone"}),
+    "mobilenet-v2": ((3, 32, 32), {"model__freeze": "backbone", "model__weights": "random"}),
     "resnet18": ((1, 16, 16), {"model__stem": "cifar"}),
     "resnet50": ((3, 32, 32), {"model__stem": "imagenet"}),
     "vit": ((1, 16, 8), {"model__channels": (32,)}),

@@ -98,7 +98,12 @@ def test_feature_vectors_are_refused() -> None:
 def test_frozen_features_are_two_stored_views() -> None:
     """With several kept views the two views differ; with one they are the same, and it trains too."""
     for views, augment in ((1, "none"), (3, "weak")):
-        kept = {"model__freeze": "backbone", "model__views": views, "training__augment": augment}
+        kept = {
+            "model__freeze": "backbone",
+            "model__weights": "random",
+            "model__views": views,
+            "training__augment": augment,
+        }
         made = experiment(method__name="fedfixmatch", **kept, **ANNOTATED)
         assert np.isfinite(run(made).metrics["macro_auc"])
 

@@ -160,8 +160,8 @@ def test_data_without_pixels_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'features:x.npz' has feature vectors.*or another method"):
         small(method__name="fedrdn", data__name="features:x.npz")
     with pytest.raises(ConfigError, match=r"computed only once.*model\.freeze = 'none'"):
-        small(method__name="fedrdn", model__freeze="backbone")
-    small(method__name="fedrdn", model__freeze=1)
+        small(method__name="fedrdn", model__freeze="backbone", model__weights="random")
+    small(method__name="fedrdn", model__freeze=1, model__weights="random")
     with pytest.raises(ConfigError, match="decides the views of a batch that the network sees"):
         small().changed({"method": {"name": "compose", "parts": ["prior-adjusted", PART]}})
 

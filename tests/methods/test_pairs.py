@@ -145,7 +145,7 @@ def test_with_the_etf_head(name: str, federation: Federation) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_with_a_frozen_backbone(name: str, federation: Federation) -> None:
-    changes = settings_of(name) | {"model__freeze": "backbone"}
+    changes = settings_of(name) | {"model__freeze": "backbone", "model__weights": "random"}
     if refused(row_of(name).frozen, **changes):
         return
     experiment = small(**SETTING | changes)

@@ -24,7 +24,12 @@ from fedmll.methods.parts import ridge_head
 from fedmll.methods.task import task_of
 from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer
 
-FROZEN: dict[str, Any] = {"method__name": "fed-ridge", "model__freeze": "backbone", "model__channels": (6, 10)}
+FROZEN: dict[str, Any] = {
+    "method__name": "fed-ridge",
+    "model__freeze": "backbone",
+    "model__weights": "random",
+    "model__channels": (6, 10),
+}
 
 
 def pooled(
@@ -150,7 +155,7 @@ def test_a_run_equals_scikit_learn_on_all_features(tmp_path: Path) -> None:
 
 
 def test_fed_ridge_in_a_comparison(tmp_path: Path) -> None:
-    base = experiment(model__freeze="backbone", model__channels=(6, 10)).changed(
+    base = experiment(model__freeze="backbone", model__weights="random", model__channels=(6, 10)).changed(
         {"method": {"name": "compose", "parts": ["masked", "proximal"]}}
     )
     rows = ["fed-ridge", "fedavg:start=ridge", "compose:proximal.mu=0.5"]

@@ -21,7 +21,12 @@ from fedmll.methods.client_round import Client
 from fedmll.methods.parts.ridge_head import sums_of
 from fedmll.testing import experiment, make_client, make_client_info, make_trainer
 
-FROZEN: dict[str, Any] = {"method__name": "fed-ridge", "model__freeze": "backbone", "model__channels": (6, 10)}
+FROZEN: dict[str, Any] = {
+    "method__name": "fed-ridge",
+    "model__freeze": "backbone",
+    "model__weights": "random",
+    "model__channels": (6, 10),
+}
 SAMPLES, PATIENT = 40, 7
 
 

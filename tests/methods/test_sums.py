@@ -120,7 +120,15 @@ def test_impossible_sums_of_losses_are_rejected(place: int, value: float, reason
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"method__name": "fed-ridge", "model__freeze": "backbone", "model__channels": (6, 10)}, "ridge"),
+        (
+            {
+                "method__name": "fed-ridge",
+                "model__freeze": "backbone",
+                "model__weights": "random",
+                "model__channels": (6, 10),
+            },
+            "ridge",
+        ),
         ({"method__name": "spherefed", "model__channels": (6, 10)}, "calibration"),
     ],
     ids=["fed-ridge", "spherefed"],

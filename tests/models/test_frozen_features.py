@@ -27,10 +27,10 @@ from fedmll.methods.task import task_of
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat_weights import FlatWeights, sketch_frozen_tensors
 from fedmll.models.network import Classifier
-from fedmll.testing import experiment
+from fedmll.testing import experiment, make_trainer
 from fedmll.training.callbacks import Callback
 
-FROZEN: dict[str, Any] = {"model__freeze": "backbone", "model__channels": (6, 10)}
+FROZEN: dict[str, Any] = {"model__freeze": "backbone", "model__weights": "random", "model__channels": (6, 10)}
 
 
 @pytest.fixture
@@ -308,11 +308,28 @@ def test_a_finished_run_predicts_from_images(cache: Path, tmp_path: Path) -> Non
 
 
 def test_freezing_only_the_first_stages(cache: Path) -> None:
-    result = run(experiment(model__freeze=1, model__channels=(6, 10)))
+    result = run(experiment(model__freeze=1, model__weights="random", model__channels=(6, 10)))
     trained = {name.split(".")[2] for name in result.weights if name.startswith("backbone.blocks")}
     assert trained == {"1"}
     with pytest.raises(ConfigError, match="has 2 stages"):
-        run(experiment(model__freeze=3, model__channels=(6, 10)))
+        run(experiment(model__freeze=3, model__weights="random", model__channels=(6, 10)))
+
+
+def test_frozen_backbone_without_weights_is_refused_unless_random_is_asked_for(fedmll: Any, tmp_path: Path) -> None:
+    settings = ["training.rounds=1", "partition.clients=3", "data.limit=60", "model.channels=[6, 10]"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    for freeze in ("backbone", "1"):
+        code, _, error = fedmll("run", "--out", "refused", *options, "--set", f"model.freeze={freeze}")
+        assert code == 2 and "the features of an untrained convnet are noise" in error
+        assert "model.weights = 'random'" in error and not (tmp_path / "refused").exists()
+    random = ("--set", "model.freeze=backbone", "--set", "model.weights=random")
+    code, _, error = fedmll("run", "--out", "random", *options, *random)
+    assert code == 0, error
+    frozen = load_run(tmp_path / "random")
+    unfrozen = frozen.experiment.changed({"model.freeze": "none", "model.weights": None})
+    untrained = make_trainer(unfrozen, frozen.model.classes, frozen.model.sample_shape)
+    for name, tensor in untrained.model.backbone.state_dict().items():  # the weights that every run starts with
+        assert torch.equal(frozen.model.weights[f"backbone.{name}"], tensor), name
 
 
 def test_settings_without_effect_are_rejected() -> None:

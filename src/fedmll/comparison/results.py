@@ -77,7 +77,7 @@ class ComparisonRow:
         experiment = self.runs[0].experiment
         model, summary = experiment.model, str(registry.find("method", experiment.method.name).summary)
         fixed = model.freeze == "backbone" or not experiment.training.rounds
-        if fixed and model.weights is None and model.backbone != "mlp":
+        if fixed and model.pretrained is None and model.backbone != "mlp":
             summary += f"; on features of an untrained {model.backbone}"
         return summary
 

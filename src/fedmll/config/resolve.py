@@ -73,13 +73,21 @@ def _resolve_model(model: ModelSettings, has_features: bool) -> ModelSettings:
     backbone = model.backbone
     if backbone == AUTO:
         backbone = updates["backbone"] = "mlp" if has_features else "convnet"
-    if model.weights is not None and model.pixel_mean is None and model.pixel_std is None:
-        kind = "run" if model.weights.startswith(RUN) else backbone
+    own_weights = backbone in registry.find_added("backbone")  # a plug-in may have weights of its own
+    if model.freeze != "none" and model.weights is None and not own_weights and (backbone != "mlp" or model.channels):
+        raise ConfigError(
+            f"model.freeze = '{model.freeze}' without model.weights would freeze random weights: the features of an "
+            f"untrained {backbone} are noise. Set model.weights (a name of `fedmll weights list`, a file, or "
+            "run:FOLDER), leave model.freeze out, or set model.weights = 'random' if you want random features."
+        )
+    pretrained = model.pretrained
+    if pretrained is not None and model.pixel_mean is None and model.pixel_std is None:
+        kind = "run" if pretrained.startswith(RUN) else backbone
         rules = registry.all_of("pixels")
-        updates["pixel_mean"], updates["pixel_std"] = rules.get(kind, rules["imagenet"])(model.weights)
+        updates["pixel_mean"], updates["pixel_std"] = rules.get(kind, rules["imagenet"])(pretrained)
     elif len(model.pixel_mean or ()) != len(model.pixel_std or ()):
         raise ConfigError("model.pixel_mean and model.pixel_std must have the same number of values.")
-    if model.weights is not None and not model.weights.startswith(RUN) and model.stem == AUTO:
+    if pretrained is not None and not pretrained.startswith(RUN) and model.stem == AUTO:
         updates["stem"] = "imagenet"  # published weights were trained with it, however small the images are
     return model.model_copy(update=updates)
 

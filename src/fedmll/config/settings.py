@@ -31,6 +31,8 @@ def _absolute_file_argument(name: str) -> str:
 
 def _absolute_weights(value: str) -> str:
     """A file or `run:FOLDER` as an absolute path, if it exists; otherwise it is a name."""
+    if value == RANDOM:
+        return value
     kind = RUN if value.startswith(RUN) else ""
     path = Path(value.removeprefix(kind)).expanduser()
     return f"{kind}{path.absolute()}" if path.exists() else value
@@ -45,6 +47,7 @@ UncertainLabels = Literal["unknown", "present", "absent"]
 AUTO = "auto"  # decided by a rule when the experiment is resolved or its data is loaded
 COMPOSITE = "ml-"  # prefix of a data source: composites of its images
 RUN = "run:"  # prefix of weights: the folder of an earlier run
+RANDOM = "random"  # weights of a frozen backbone that is meant to be untrained
 NO_DATA = "none"  # data.name of a server without test data
 
 
@@ -275,7 +278,7 @@ class ModelSettings(SettingsSection):
     ) = Field(
         default=None,
         description="Initial weights: a file (for vit, a folder or hub name), a name of `fedmll weights list`, or "
-        "run:FOLDER.",
+        "run:FOLDER. random: a frozen backbone stays untrained, which gives random features.",
     )
     pixel_mean: Annotated[tuple[float, ...], Field(min_length=1)] | None = Field(
         default=None,
@@ -285,6 +288,11 @@ class ModelSettings(SettingsSection):
     pixel_std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None = Field(
         default=None, description="Standard deviation of pixels, like pixel_mean. Default: from the weights, else 0.5."
     )
+
+    @property
+    def pretrained(self) -> str | None:
+        """`weights` that exist somewhere; None: the backbone starts with random weights."""
+        return None if self.weights == RANDOM else self.weights
 
 
 class TrainingSettings(SettingsSection):

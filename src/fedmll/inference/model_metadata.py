@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedmll.config.experiment import Experiment
-from fedmll.config.settings import SettingsSection
+from fedmll.config.settings import RANDOM, SettingsSection
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable
@@ -181,6 +181,8 @@ def build_experiment(file: Path, description: Mapping[str, Any]) -> Experiment:
         values["data"]["name"] = values["data"]["name"].partition(":")[0]  # the source, without its file
     if isinstance(values.get("partition"), dict):
         values["partition"].pop("file", None)
+    if isinstance(values.get("model"), dict):
+        values["model"]["weights"] = RANDOM  # the file's weights replace them
     try:
         return Experiment.make(values)
     except ConfigError as error:

@@ -3,6 +3,7 @@
     FILE, FOLDER     a weight file in torchvision's format (.pth, .safetensors); for a vit a folder or a hub name
     NAME             a name of `fedmll weights list`, after `fedmll weights get NAME`
     run:FOLDER       the backbone of an earlier run
+    random           no weights: a frozen backbone is meant to be untrained
 
 This module needs no torch, so that lists appear quickly.
 """

@@ -99,10 +99,10 @@ def build_backbone(
 
 
 def _build(model: ModelSettings, sample_shape: tuple[int, ...]) -> Backbone:
-    if model.weights is None or not is_run(model.weights):
+    if model.pretrained is None or not is_run(model.pretrained):
         backbone: Backbone = registry.find("backbone", model.backbone)(model, sample_shape)
         return backbone
-    before = read_run_model_settings(model.weights)
+    before = read_run_model_settings(model.pretrained)
     if before.backbone != model.backbone:
         raise ConfigError(
             f"model.weights = '{model.weights}' is a run with model.backbone = '{before.backbone}', and this one has "
@@ -111,29 +111,31 @@ def _build(model: ModelSettings, sample_shape: tuple[int, ...]) -> Backbone:
     # only the folder of a pretrained transformer describes its architecture
     origin = before.weights if model.backbone == "vit" else None
     backbone = _build(model.model_copy(update={"weights": origin}), sample_shape)
-    weights = read_weights(find_weights_file(model.weights))
+    weights = read_weights(find_weights_file(model.pretrained))
     start = "backbone."
-    backbone.load({name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}, model.weights)
+    backbone.load(
+        {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}, model.pretrained
+    )
     return backbone
 
 
 def load_pretrained(backbone: B, model: ModelSettings) -> B:
     """Load torchvision weights, if `model.weights` is set; the classifier's weights are ignored."""
-    if model.weights is None:
+    if model.pretrained is None:
         return backbone
-    published = PUBLISHED.get(model.weights)
+    published = PUBLISHED.get(model.pretrained)
     if published is not None and published.backbone != model.backbone:
         raise ConfigError(
             f"model.weights = '{model.weights}' is for model.backbone = '{published.backbone}', and this is "
             f"'{model.backbone}'; `fedmll weights list` shows the backbone of each."
         )
-    weights = read_weights(find_weights_file(model.weights))
-    backbone.load({name: w for name, w in weights.items() if not name.startswith(CLASSIFIERS)}, model.weights)
+    weights = read_weights(find_weights_file(model.pretrained))
+    backbone.load({name: w for name, w in weights.items() if not name.startswith(CLASSIFIERS)}, model.pretrained)
     return backbone
 
 
 def check_no_weights(model: ModelSettings) -> None:
-    if model.weights is not None:
+    if model.pretrained is not None:
         raise ConfigError(
             f"model.weights = '{model.weights}', but there are no published weights of model.backbone = "
             f"'{model.backbone}'. It can start from an earlier run (model.weights = 'run:FOLDER')."

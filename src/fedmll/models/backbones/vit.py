@@ -58,9 +58,9 @@ class VisionTransformer(Backbone):
 
 @register("backbone", "vit")
 def vit(model: ModelSettings, sample_shape: tuple[int, ...]) -> VisionTransformer:
-    if model.weights is None:
+    if model.pretrained is None:
         return small_vit(sample_shape, model.channels)
-    return pretrained_vit(model.weights, sample_shape)
+    return pretrained_vit(model.pretrained, sample_shape)
 
 
 @register("layout", "vit")
