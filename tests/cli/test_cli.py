@@ -263,6 +263,8 @@ def test_resume_with_more_rounds_and_moved_data(fedmll, tmp_path: Path) -> None:
     assert said.code == 0, said.error
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 3
     refused(fedmll("resume", "run", "--rounds", "2"), "has done 3 rounds")
+    assert fedmll("resume", "run", "--from-round", "3").code == 0
+    refused(fedmll("resume", "run", "--from-round", "9"), "--from-round 9 needs the checkpoint after round 8")
     (tmp_path / "images").rename(tmp_path / "moved")
     refused(fedmll("resume", "run"), "--root")
     assert fedmll("resume", "run", "--root", "moved").code == 0

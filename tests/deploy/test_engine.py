@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)")
 
@@ -38,6 +39,7 @@ from fedmll.deploy.server import serve
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.deploy.site.site_config import write_site_file
 from fedmll.runs.run_folder import RunFolder
+from fedmll.training.round_loop import return_to_round
 
 METHODS = [
     {"method__name": "fedavg"},
@@ -193,6 +195,25 @@ def test_too_few_replies_stop_a_run_that_can_be_resumed(consortium: Consortium, 
     result = drive(consortium, grid, tmp_path / "out", **settings)
     assert close(result, expected)
     assert [row["round"] for row in result.rows] == [1, 2, 3]
+
+
+def test_a_federation_repeated_from_a_round_gives_the_same_weights(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    """Also the sites return to their earlier client states."""
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    changes = {"method__name": "test-drifting-slowly", "training__rounds": 4}
+    expected = drive(consortium, make_grid(consortium, tmp_path / "whole"), tmp_path / "expected", **changes)
+    hear, grid = RecordingCallback(), make_grid(consortium, tmp_path)
+    hear.at_round[3] = stop
+    with pytest.raises(KeyboardInterrupt):
+        drive(consortium, grid, tmp_path / "out", hear, **changes)
+    return_to_round(tmp_path / "out", 3)
+    grid.log.clear()
+    found = drive(consortium, grid, tmp_path / "out", **changes)
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in expected.weights.items())
+    assert [name for kind, name in grid.log if kind == TRAIN] == [*NAMES, *NAMES]  # rounds 3 and 4
 
 
 def test_a_round_continues_without_invalid_replies(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811

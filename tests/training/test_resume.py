@@ -28,7 +28,7 @@ from fedmll.methods.client_round import ClientInfo, ClientRound
 from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.method import Method
 from fedmll.methods.parts.averaging import WeightedMean
-from fedmll.training import checkpoint
+from fedmll.training import checkpoint, round_loop
 
 TWELVE = {
     "method__name": "fedmlp", "method__t1": 1, "method__T0": 0.2, "method__T1": 0.2, "partition__clients": 12,
@@ -84,6 +84,19 @@ def test_resumed_run_with_client_states_gives_the_same_bits(tmp_path: Path) -> N
 
 def small_fingerprint(out: Path) -> str:
     return Experiment.load(out / "experiment.toml").fingerprint()
+
+
+def test_run_repeated_from_a_round_gives_the_same_bits(tmp_path: Path) -> None:
+    expected = run(small(**TWELVE), tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match="Possible here: --from-round 1 or --from-round 3 or --from-round 4"
+    ):
+        round_loop.return_to_round(tmp_path / "run", 2)  # only the last two checkpoints are kept
+    round_loop.return_to_round(tmp_path / "run", 3)
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").glob("*.safetensors")] == ["000002.safetensors"]
+    assert same(resume(tmp_path / "run").weights, expected.weights)
+    round_loop.return_to_round(tmp_path / "run", 1)
+    assert same(resume(tmp_path / "run").weights, expected.weights)
 
 
 def test_nothing_unreadable_is_deleted(tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ def run(
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
     rounds: Annotated[int | None, typer.Option(help="Continue up to this round, also after a finished run.")] = None,
+    from_round: Annotated[
+        int | None, typer.Option(min=1, help="Repeat the run from this round on; the last two checkpoints are kept.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="The name of the data, if its file has moved.")] = None,
     root: Annotated[Path | None, typer.Option(help="The folder of the data, if it has moved.")] = None,
     workers: Workers = None,
@@ -114,10 +117,12 @@ def resume(
     if (folder / "server.json").is_file():  # the server of a real federation
         if rounds or data or root or workers is not None or device or plugins:
             raise ConfigError(f"A real federation continues with its original settings. {server.CHANGEABLE}")
-        server.resume_server(folder, total, changes, passphrase_file, split_names(track), yes)
+        server.resume_server(folder, total, changes, passphrase_file, split_names(track), yes, from_round)
         return
     if changes or yes:
         raise ConfigError(f"{folder} is not a real federation. {server.CHANGEABLE}")
+    if from_round is not None:
+        round_loop.return_to_round(folder, from_round)
     with display.RunProgress(total) as progress, interruptible(f"fedmll resume {folder}"):
         result = round_loop.resume(
             folder,

@@ -184,17 +184,22 @@ def resume_server(
     passphrase_file: Path | None,
     track: Sequence[str] = (),
     yes: bool = False,
+    from_round: int | None = None,
 ) -> None:
     """`fedmll resume` of a server's folder. `changes` are the arguments of `change_server_settings`."""
     from fedmll.cli import display
     from fedmll.core.text import confirm_always, confirm_at_terminal
     from fedmll.deploy.server import serve
     from fedmll.deploy.server.server_settings import change_server_settings
+    from fedmll.runs.run_folder import RunFolder
+    from fedmll.training.round_loop import return_to_round
     from fedmll.training.trackers import add_trackers, check_trackers
 
     check_trackers(track)
     warn_about_status_page(changes.get("status"))
     change_server_settings(folder, **changes)
+    if from_round is not None and not RunFolder(folder).is_finished:
+        return_to_round(folder, from_round)
     with display.FederationProgress(rounds) as progress, interruptible(f"fedmll resume {folder}"):
         result = serve.resume_server(
             folder,

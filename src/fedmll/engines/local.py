@@ -149,7 +149,7 @@ class LocalEngine:
             return
         advice = f" Its training diverged: lower training.lr (now {self.training.lr:g}) or set training.clip = 1.0."
         label = self._label([client], number)
-        raise ReplyRejected(f"The reply of {label} was refused: {problem}.{advice if problem.too_large else ''}")
+        raise ReplyRejected(f"The reply of {label} was refused: {problem}.{advice if problem.diverged else ''}")
 
     def predict(self, message: Message, *names: str) -> list[NDArray[np.float32]]:
         """The probabilities of a model on some of the evaluation datasets, computed by all workers."""

@@ -29,9 +29,9 @@ class ProblemCode(Enum):
     """Why a reply is rejected."""
 
     NAMES = "names"  # a tensor is missing, or there is an unknown one
-    NUMBERS = "numbers"  # samples, steps or loss are missing or not finite
+    NUMBERS = "numbers"  # samples, steps or loss are missing or impossible
     SHAPE = "shape"
-    NOT_FINITE = "not finite"
+    NOT_FINITE = "not finite"  # a number, or a value of a tensor
     RANGE = "range"
     NORM = "norm"
     RULE = "rule"  # a condition of the specification does not hold
@@ -51,13 +51,8 @@ class ReplyProblem:
 
     @property
     def diverged(self) -> bool:
-        """Whether training diverged. That may not be the client's fault: from a damaged model honest training
-        diverges too."""
-        return self.code is ProblemCode.DIVERGED
-
-    @property
-    def too_large(self) -> bool:
-        """Whether numbers are too large, or not finite: the usual sign of a learning rate that is too high."""
+        """Whether numbers are too large, or not finite: training diverged. The usual cause is a learning rate that is
+        too high. It may not be the client's fault: from a damaged model honest training diverges too."""
         return self.code in (ProblemCode.DIVERGED, ProblemCode.NOT_FINITE, ProblemCode.NORM)
 
 
@@ -180,7 +175,7 @@ def find_reply_problem(specs: Mapping[str, TensorSpec], reply: Message) -> Reply
     if problem is not None:
         return problem
     if not all(math.isfinite(number) for number in reply.numbers.values()):
-        return ReplyProblem(ProblemCode.NUMBERS, "one of its numbers is not finite")
+        return ReplyProblem(ProblemCode.NOT_FINITE, "one of its numbers is not finite")
     if not reply.numbers.get("samples", 0) > 0:
         return ReplyProblem(ProblemCode.NUMBERS, "it does not state how many samples it has")
     return find_tensor_problem(specs, reply) or _find_inconsistency(specs, reply)

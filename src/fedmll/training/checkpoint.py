@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fedmll.core import files
-from fedmll.core.errors import CheckpointError
+from fedmll.core.errors import CheckpointError, ConfigError
 from fedmll.core.message import Tensors
 from fedmll.core.tensor_files import DamagedFile, read_facts, read_tensors, write_tensors
 from fedmll.engines.client_state import KEPT, StateVersions
 
 FORMAT_VERSION = 5  # 5: one file
+BEST_PREFIX = "best/"  # of the best round's tensors in a checkpoint
 CHECKPOINT_FILES = "[0-9]*.safetensors"
 
 
@@ -46,7 +47,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(
-    folder: Path, fingerprint: str, find_damaged_state: Callable[[int, int], str | None] = lambda client, round: None
+    folder: Path,
+    fingerprint: str,
+    find_damaged_state: Callable[[int, int], str | None] = lambda client, round: None,
+    before: int | None = None,
 ) -> tuple[Checkpoint | None, list[str]]:
     """Load the newest whole checkpoint of an experiment.
 
@@ -54,6 +58,7 @@ def load_checkpoint(
         folder: the folder of the checkpoints.
         fingerprint: of the experiment.
         find_damaged_state: (client, round) → why this client state cannot be used, or None.
+        before: only checkpoints of earlier rounds than this one.
 
     Returns:
         The checkpoint, or None if there is none; and one warning for each damaged checkpoint.
@@ -62,6 +67,8 @@ def load_checkpoint(
     find_damaged_state = cache(find_damaged_state)  # both checkpoints may refer to the same state
     checkpoint = None
     for path in sorted(folder.glob(CHECKPOINT_FILES), reverse=True):
+        if before is not None and int(path.stem) >= before:
+            continue
         try:
             facts = read_facts(path)
             _check_belongs_to(path, facts, fingerprint)
@@ -87,6 +94,25 @@ def load_checkpoint(
         start = "starts again from round 1" if checkpoint is None else f"continues after round {checkpoint.round}"
         warnings[-1] += f" The run {start}; its result is the same."
     return checkpoint, warnings
+
+
+def without_best_model(state: Tensors) -> Tensors:
+    """The server's state in a checkpoint, without the tensors of the best model so far."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(BEST_PREFIX)}
+
+
+def discard_checkpoints(folder: Path, from_round: int) -> None:
+    """Delete the checkpoints of this round and of later ones, so that the run continues with this round."""
+    rounds = sorted(int(path.stem) for path in folder.glob(CHECKPOINT_FILES))
+    if from_round != 1 and from_round - 1 not in rounds:
+        possible = " or ".join(f"--from-round {round}" for round in (1, *(round + 1 for round in rounds)))
+        raise ConfigError(
+            f"--from-round {from_round} needs the checkpoint after round {from_round - 1}, and {folder} has none. "
+            f"Possible here: {possible}."
+        )
+    for round in rounds:
+        if round >= from_round:
+            (folder / f"{round:06d}.safetensors").unlink()
 
 
 def check_fingerprint(folder: Path, fingerprint: str) -> None:

@@ -31,14 +31,15 @@ from fedmll.runs.run_folder import PER_CLASS_FILE, PER_CLIENT_FILE, SUMMARY_FILE
 from fedmll.training import federated_evaluation
 from fedmll.training.callbacks import INTERRUPTED, Callback, Result, default_callback
 from fedmll.training.checkpoint import (
+    BEST_PREFIX,
     Checkpoint,
     check_fingerprint,
+    discard_checkpoints,
     load_checkpoint,
     referenced_client_states,
     save_checkpoint,
+    without_best_model,
 )
-
-BEST_PREFIX = "best/"  # of the best round's tensors in a checkpoint
 
 
 def run(
@@ -100,6 +101,14 @@ def resume(
     divided = _build_federation(experiment, prepared, callback)
     with closing(LocalEngine(divided, folder.client_state_folder, callback.on_setup_progress)) as running:
         return train(divided, running, folder, callback, before)
+
+
+def return_to_round(out: Path | str, number: int) -> None:
+    """Make the run in a folder continue with this round, from the checkpoint before it."""
+    folder = RunFolder(out)
+    with folder.lock():
+        discard_checkpoints(folder.checkpoint_folder, number)
+        folder.remove_summary()
 
 
 def _build_federation(experiment: Experiment, prepared: Federation | None, callback: Callback) -> Federation:
@@ -194,7 +203,7 @@ class _TrainingLoop:
         if checkpoint is not None:
             last, self.best, saved = checkpoint.round, checkpoint.best, checkpoint.state
             self.best_tensors = {k.removeprefix(BEST_PREFIX): t for k, t in saved.items() if k.startswith(BEST_PREFIX)}
-            state = {k: t for k, t in saved.items() if not k.startswith(BEST_PREFIX)}
+            state = without_best_model(saved)
             self.engine.client_states.latest = dict(checkpoint.client_states)
         self.engine.client_states.keep_only(self._referenced_client_states())
         self.rows, warning = self.folder.recover_metrics(last)

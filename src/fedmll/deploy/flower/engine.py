@@ -7,6 +7,7 @@ engine returns to the model of the round before.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from flwr.app import Message as FlowerMessage
 from torch import Tensor
 
+from fedmll.core import files
 from fedmll.core.errors import TooFewReplies
 from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import Federation
@@ -23,6 +25,7 @@ from fedmll.data.images.cache import Progress, no_progress
 from fedmll.deploy.flower import child_processes, site_evaluation
 from fedmll.deploy.flower.client_app import BYE, EVALUATE, MODEL, TRAIN
 from fedmll.deploy.flower.membership import Membership
+from fedmll.deploy.flower.outliers import Deviation
 from fedmll.deploy.flower.records import Info, to_records
 from fedmll.deploy.flower.reply_checks import cap_shares
 from fedmll.deploy.flower.request_guard import write_reply_limit
@@ -42,8 +45,11 @@ from fedmll.inference.model_file import SavedModel
 from fedmll.methods.base import TensorSpec
 from fedmll.methods.client_round import ClientInfo, Reply
 from fedmll.methods.task import task_of
+from fedmll.runs.run_folder import RunFolder
+from fedmll.training.checkpoint import load_checkpoint, without_best_model
 
 BYE_SECONDS = 20
+MOST_DISTANT_FILE = "most_distant_client.json"  # in the run's folder: of the last round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,8 @@ class PreviousRound:
 
     number: int
     state: Tensors  # that it started from
-    most_distant: tuple[str, float] | None  # the client whose update was furthest from the others', and the ratio
+    client_states: dict[int, int]  # that its clients started from: client → round
+    most_distant: Deviation | None  # of the client that was furthest from the others
 
 
 class FlowerEngine:
@@ -104,6 +111,8 @@ class FlowerEngine:
         self.number = -1  # of the current round
         self.suspended: set[str] = set()  # clients that damaged a model, until the server is restarted
         self.previous: PreviousRound | None = None
+        self.reply_digests: dict[bytes, tuple[str, int]] = {}  # of all replies: who sent it, and in which round
+        self.shown_unusual: set[tuple[str, str]] = set()  # (client, kind)
         self.notified: set[str] = set()  # notes on the sites' counts that the operator has seen
 
     def initial_state(self) -> Tensors:
@@ -134,23 +143,29 @@ class FlowerEngine:
     def run_round(self, state: Tensors, number: int, on_reply: Callable[[int], None]) -> RoundResult:
         """Collect the replies of a round, check and judge them, and aggregate those that are accepted.
 
-        The round is tried again if there are too few valid replies, and from the model of the previous round if most
-        clients diverge.
+        The round is tried again if there are too few valid replies, and from the state before the previous round if
+        most clients diverge.
         """
         self.number = self.membership.round = number
         attempt, unusable = 1, set[str]()
         while True:
             current = self._new_round(state, number, unusable)
             current.collect(on_reply)
-            if current.most_diverged and self.previous is not None and self.previous.most_distant is not None:
-                current.restore_site_states()
-                state = self._roll_back(self.previous, *self.previous.most_distant)
-                continue
+            if current.most_diverged:
+                earlier_state = self._roll_back(current)
+                if earlier_state is not None:
+                    state = earlier_state
+                    continue
+                self.membership.notify(
+                    f"from the model before round {number} the training of most clients diverges. If a reply of an "
+                    "earlier round has damaged it, return to an earlier model: `fedmll resume --from-round N`, if "
+                    "you know the client with --drop NAME."
+                )
             try:
                 current.reject_outliers()
                 current.check_enough_replies()
-                most_distant = current.updates.most_distant()
-                self.previous = PreviousRound(number=number, state=state, most_distant=most_distant)
+                self._show_unusual(current)
+                self._remember(current, state)
                 return current.aggregate()
             except TooFewReplies as error:
                 current.restore_site_states()
@@ -178,21 +193,65 @@ class FlowerEngine:
             folder=self.folder,
         )
 
-    def _roll_back(self, previous: PreviousRound, name: str, ratio: float) -> Tensors:
-        """Return to the model before the previous round, without the client that was furthest from the others in it.
+    def _show_unusual(self, current: FlowerRound) -> None:
+        """Show the operator unusual replies, each kind once per client; all of them are in the audit log."""
+        for client, kind, text in current.comparison.find_unusual(self.reply_digests, current.number):
+            if (client, kind) not in self.shown_unusual:
+                self.shown_unusual.add((client, kind))
+                self.membership.notify(f"round {current.number}: the reply of {client} is unusual: {text}")
+            self.membership.record("unusual", round=current.number, client=client, kind=kind)
 
-        That client is the likely cause: from the model that its reply helped to make, most clients diverge.
+    def _remember(self, current: FlowerRound, state: Tensors) -> None:
+        """What a rollback needs, also after a restart of the server."""
+        most_distant = current.comparison.most_distant()
+        self.previous = PreviousRound(
+            number=current.number, state=state, client_states=current.states_before, most_distant=most_distant
+        )
+        content = {"round": current.number, "most_distant": most_distant}
+        files.write_atomic(self.folder / MOST_DISTANT_FILE, json.dumps(content))
+
+    def _roll_back(self, current: FlowerRound) -> Tensors | None:
+        """Return to the state before the previous round, without the client that was furthest from the others in it.
+
+        That client is the likely cause: from the model that its reply helped to make, most clients diverge. None: the
+        run has no earlier state, or nobody can tell which client it was.
         """
+        previous = self.previous or self._read_previous_round()
         self.previous = None  # at most one step back per round
+        if previous is None or previous.most_distant is None or previous.most_distant.client in self.suspended:
+            return None
+        name, subject, ratio = previous.most_distant
         self.suspended.add(name)
+        current.restore_site_states()
+        kept = self.client_states.kept
+        self.client_states.latest |= {
+            client: round for client, round in previous.client_states.items() if kept is None or (client, round) in kept
+        }
         self.membership.notify(
             f"round {self.number} is tried again: from the model of round {previous.number} the training of most "
             f"clients diverges ({', '.join(self.transport.diverged)}), and none of them is rejected for it. The run "
-            f"returns to the model before that round and continues without {name}, whose update was furthest from the "
-            f"others' there ({ratio:.3g} times their median), until the server is restarted (permanently: `fedmll "
+            f"returns to the state before that round and continues without {name}, whose {subject} was furthest from "
+            f"the others' there ({ratio:.3g} times their median), until the server is restarted (permanently: `fedmll "
             "resume --drop`)."
         )
         return previous.state
+
+    def _read_previous_round(self) -> PreviousRound | None:
+        """After a restart: the round of the last checkpoint, and the state of the checkpoint before."""
+        path, last = self.folder / MOST_DISTANT_FILE, self.number - 1
+        content = json.loads(path.read_text()) if path.is_file() else {}
+        if content.get("round") != last or content["most_distant"] is None:
+            return None
+        checkpoints = RunFolder(self.folder).checkpoint_folder
+        found, _ = load_checkpoint(checkpoints, self.federation.experiment.fingerprint(), before=last)
+        if found is None and last > 1:
+            return None
+        return PreviousRound(
+            number=last,
+            state=self.initial_state() if found is None else without_best_model(found.state),
+            client_states={} if found is None else found.client_states,
+            most_distant=Deviation(*content["most_distant"]),
+        )
 
     def _reply_specs(self, kind: str, client: ClientInfo, message: Message) -> dict[str, TensorSpec]:
         if kind == TRAIN:

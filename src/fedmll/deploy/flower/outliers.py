@@ -1,75 +1,168 @@
-"""Outliers among the updates of a round.
+"""Comparison of the replies of a round with each other.
 
-A single reply is bounded by what was sent. Compared with the other replies, an update can be an outlier long before it
-reaches that bound. Only the norms are compared.
+A single reply is bounded by what was sent (methods/allowed_replies.py). Compared with the other replies it can be an
+outlier long before it reaches that bound.
+
+- Size: the update of the weights, the running statistics, and every other tensor. An outlier is rejected.
+- Direction: an update that opposes the others' is shown to the operator, as are weights that were not trained and
+  replies that repeat an earlier one. Honest clients can differ that much too, so nobody is rejected for it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-# to the others' median; honest clients stay below 1.4 in updates and 2.1 in statistics (test_outliers.py)
-MAX_RATIO = 5.0
+from fedmll.core.message import Message
+
+UPDATE, RUNNING, FEATURES = "update", "running statistics", "mean square of the features"
+# ratios to the others' median that are accepted; the largest ratios of honest clients are in test_outliers.py
+LIMITS = {UPDATE: 5.0, RUNNING: 3.0, FEATURES: 5.0}  # honest: 1.4, 2.1 and 1.1
+LIMIT_OF_TENSORS = 10.0  # of any other tensor; honest: 3.9
 MIN_CLIENTS = 3  # with two clients nobody can tell which one is the outlier
+MIN_COSINE = -0.2  # of the directions of an update and of the others' mean; honest: −0.6 where labels are very skewed
+COORDINATES = 20_000  # of an update, from which its direction is estimated
+
+
+class Deviation(NamedTuple):
+    """How far a client is from the others in one respect."""
+
+    client: str
+    subject: str  # UPDATE, RUNNING, FEATURES, or the name of a tensor
+    ratio: float  # to the others' median
+
+    @property
+    def limit(self) -> float:
+        return LIMITS.get(self.subject, LIMIT_OF_TENSORS)
+
+    def __str__(self) -> str:
+        verb = "are" if self.subject == RUNNING else "is"
+        return f"its {self.subject} {verb} {self.ratio:.3g} times the other clients' median"
+
+
+class UnusualReply(NamedTuple):
+    """A reply that the operator should know of."""
+
+    client: str
+    kind: str  # opposing, unchanged, repeated
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateStatistics:
-    """How far a client moved the weights, and how many images it has: more images make a longer update."""
+class ReplyStatistics:
+    """What is compared of one reply. More images make a longer update and larger sums."""
 
     samples: int
-    update: float  # the norm of the change of the parameters
-    running: float  # 1 + the norm of the running statistics, which start from 0 and 1 for any data
+    sizes: dict[str, float]  # by subject
+    direction: Tensor | None  # of the update, at some coordinates; None: the reply has no weights
+    digest: bytes  # of the weights
 
 
-class UpdateComparison:
-    """The statistics of all clients of a round.
-
-    Args:
-        buffer_count: how many of the last weights are running statistics.
-    """
+class ReplyComparison:
+    """The statistics of all replies of a round. The last `buffer_count` weights are running statistics."""
 
     def __init__(self, buffer_count: int) -> None:
         self.buffer_count = buffer_count
-        self.statistics: dict[str, UpdateStatistics] = {}
+        self.statistics: dict[str, ReplyStatistics] = {}
 
-    def add(self, name: str, *, samples: int, sent: Tensor, returned: Tensor) -> None:
-        """Add a client: the weights that it was sent, and those that it returned."""
-        end = len(returned) - self.buffer_count
-        update, running = float((returned[:end] - sent[:end]).norm()), float(returned[end:].norm())
-        self.statistics[name] = UpdateStatistics(samples=samples, update=update, running=1 + running)
+    def add(self, name: str, *, samples: int, sent: Message, reply: Message, by_class: Collection[str] = ()) -> None:
+        """Add a client's reply. Tensors in `by_class` depend on which labels a client has, and are not compared."""
+        sizes: dict[str, float] = {}
+        direction, digest = None, b""
+        for key, tensor in reply.tensors.items():
+            if key == "weights":
+                end = len(tensor) - self.buffer_count
+                update = tensor[:end] - sent["weights"][:end]
+                sizes[UPDATE] = float(update.norm())
+                sizes[RUNNING] = 1 + float(tensor[end:].norm())  # they start from 0 and 1 for any data
+                places = torch.randint(end, (COORDINATES,), generator=torch.Generator().manual_seed(0))
+                direction = update if end <= COORDINATES else update[places]
+                digest = hashlib.blake2b(tensor.contiguous().numpy().data, digest_size=16).digest()
+            elif key.endswith("/gram"):  # tr G / n; the last row and column of G belong to the constant 1
+                counts = tensor[:, -1, -1].sum()
+                sizes[FEATURES] = float(tensor.diagonal(dim1=1, dim2=2)[:, :-1].sum() / counts) if counts else 0.0
+            elif tensor.is_floating_point() and key not in by_class:
+                sizes[key] = float(tensor.norm())
+        self.statistics[name] = ReplyStatistics(samples=samples, sizes=sizes, direction=direction, digest=digest)
 
     def remove(self, names: Collection[str]) -> None:
         self.statistics = {name: each for name, each in self.statistics.items() if name not in names}
 
-    def ratios(self, name: str) -> tuple[float, float]:
-        """The ratio of a client's update, and of its running statistics, to the median of the other clients.
+    def deviations(self, name: str) -> list[Deviation]:
+        """How far a client is from the median of the other clients, in each respect.
 
-        The others' updates are scaled up to the client's number of images where it has more. If there are two medians,
+        The others' sizes are scaled up to the client's number of images where it has more. If there are two medians,
         the larger one counts: an update of nearly 0 must not make an honest one an outlier.
         """
-        own, others = self.statistics[name], [each for other, each in self.statistics.items() if other != name]
-        update = statistics.median_high(other.update * max(1.0, own.samples / other.samples) for other in others)
-        running = statistics.median_high(other.running for other in others)
-        return own.update / update if update else 0.0, own.running / running
+        own, found = self.statistics[name], []
+        for subject, size in own.sizes.items():
+            others = [
+                other.sizes[subject]
+                * (1.0 if subject in (RUNNING, FEATURES) else max(1.0, own.samples / other.samples))
+                for client, other in self.statistics.items()
+                if client != name and subject in other.sizes
+            ]
+            median = statistics.median_high(others) if others else 0.0
+            found.append(Deviation(name, subject, size / median if median else 0.0))
+        return found
 
     def find_outliers(self) -> dict[str, str]:
         """The outliers by name, with the reason for people."""
         found: dict[str, str] = {}
         for name in self.statistics if len(self.statistics) >= MIN_CLIENTS else ():
-            for subject, ratio in zip(("update is", "running statistics are"), self.ratios(name), strict=True):
-                if ratio > MAX_RATIO:
-                    limit = f"the limit is {MAX_RATIO:g}"
-                    found[name] = f"its {subject} {ratio:.3g} times the other clients' median; {limit}"
+            for each in self.deviations(name):
+                if each.ratio > each.limit:
+                    found[name] = f"{each}; the limit is {each.limit:g}"
         return found
 
-    def most_distant(self) -> tuple[str, float] | None:
-        """The client that is furthest from the others, and its ratio; None with too few clients."""
+    def most_distant(self) -> Deviation | None:
+        """The client that is furthest from the others, in any respect; None with too few clients."""
         if len(self.statistics) < MIN_CLIENTS:
             return None
-        name = max(self.statistics, key=lambda name: max(self.ratios(name)))
-        return name, max(self.ratios(name))
+        every = [each for name in self.statistics for each in self.deviations(name)]
+        return max(every, key=lambda each: each.ratio / each.limit, default=None)
+
+    def cosines(self) -> dict[str, float]:
+        """The cosine between each client's update and the mean direction of the others' updates."""
+        units = {
+            name: each.direction / each.direction.norm()
+            for name, each in self.statistics.items()
+            if each.direction is not None and bool(each.direction.norm())
+        }
+        if len(units) < MIN_CLIENTS:
+            return {}
+        total = torch.stack(list(units.values())).sum(0)
+        return {
+            name: float(unit @ (total - unit) / (total - unit).norm().clamp_min(1e-12)) for name, unit in units.items()
+        }
+
+    def find_unusual(self, earlier: dict[bytes, tuple[str, int]], round: int) -> list[UnusualReply]:
+        """Replies that are unusual although nobody is rejected for them.
+
+        `earlier` maps the digests of earlier replies to their client and round; this round's are added to it.
+        """
+        found = [
+            UnusualReply(name, "opposing", f"its update opposes the other clients' updates (cosine {cosine:.2f})")
+            for name, cosine in self.cosines().items()
+            if cosine < MIN_COSINE
+        ]
+        trained = any(each.sizes.get(UPDATE) for each in self.statistics.values())
+        for name, each in self.statistics.items():
+            if each.direction is None:
+                continue
+            if not each.sizes[UPDATE]:
+                if trained:
+                    text = "it returned the weights that it was sent, unchanged"
+                    found.append(UnusualReply(name, "unchanged", text))
+                continue
+            client, number = earlier.setdefault(each.digest, (name, round))
+            if (client, number) != (name, round):
+                text = f"its weights are those that {client} sent in round {number}"
+                found.append(UnusualReply(name, "repeated", text))
+        return found

@@ -23,7 +23,7 @@ from fedmll.core.text import printable
 from fedmll.deploy.flower.client_app import TRAIN
 from fedmll.deploy.flower.flower_internals import ErrorCode
 from fedmll.deploy.flower.membership import CheckNewcomer, Membership
-from fedmll.deploy.flower.outliers import UpdateComparison
+from fedmll.deploy.flower.outliers import ReplyComparison
 from fedmll.deploy.flower.records import ARRAY_LIMIT, Info, to_records
 from fedmll.deploy.flower.reply_checks import PendingMessage, check_reply
 from fedmll.deploy.security.audit_log import describe_message
@@ -247,7 +247,8 @@ class FlowerRound:
         self.states_before = dict(self.site_states.latest)
         self.messages: dict[int, Message] = {}
         self.replies = DiskBuffer[ClientInfo](self.folder)
-        self.updates = UpdateComparison(self.trainer.weights.buffer_count)
+        self.comparison = ReplyComparison(self.trainer.weights.buffer_count)
+        self.by_class: set[str] | None = None  # names of tensors that depend on a client's classes
         self.rejected: set[str] = set()  # clients whose replies are not aggregated
         self.unusable: set[str] = set()  # of those: the aggregation of the reply failed
         self.bytes_up = 0
@@ -262,9 +263,11 @@ class FlowerRound:
             if info.get("has_state") is True:
                 self.site_states.latest[client.index] = self.number
             reply.numbers["samples"] = self.shares[client.name]  # as the operator saw it, not as the reply says
-            if "weights" in reply.tensors:
-                sent, samples = self.messages[client.index]["weights"], self.samples[client.name]
-                self.updates.add(client.name, samples=samples, sent=sent, returned=reply["weights"])
+            sent, samples = self.messages[client.index], self.samples[client.name]
+            if self.by_class is None:
+                specs = self.trainer.method.reply_spec(sent, self.number)
+                self.by_class = {name for name, spec in specs.items() if spec.by_class is not None}
+            self.comparison.add(client.name, samples=samples, sent=sent, reply=reply, by_class=self.by_class)
             self.replies.add(client, reply)
             on_reply(len(self.replies))
 
@@ -279,8 +282,8 @@ class FlowerRound:
         return 2 * len(self.transport.diverged) > len(self.clients)
 
     def reject_outliers(self) -> None:
-        """Reject replies that diverged, and updates that are outliers among the others."""
-        outliers = self.updates.find_outliers()
+        """Reject replies that diverged, and replies that are outliers among the others."""
+        outliers = self.comparison.find_outliers()
         for name, reason in (self.transport.diverged | outliers).items():
             self.transport.reject(name, reason)
         self._leave_out(outliers)
@@ -288,7 +291,7 @@ class FlowerRound:
     def _leave_out(self, names: Collection[str]) -> None:
         """Aggregate without these clients; they continue from the client states that they had before the round."""
         self.rejected |= set(names)
-        self.updates.remove(names)
+        self.comparison.remove(names)
         for client in self.clients:
             if client.name in names:
                 self.site_states.latest.pop(client.index, None)
