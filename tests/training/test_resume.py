@@ -88,9 +88,7 @@ def small_fingerprint(out: Path) -> str:
 
 def test_run_repeated_from_a_round_gives_the_same_bits(tmp_path: Path) -> None:
     expected = run(small(**TWELVE), tmp_path / "run")
-    with pytest.raises(
-        ConfigError, match="Possible here: --from-round 1 or --from-round 3 or --from-round 4"
-    ):
+    with pytest.raises(ConfigError, match="Possible here: --from-round 1 or --from-round 3 or --from-round 4"):
         round_loop.return_to_round(tmp_path / "run", 2)  # only the last two checkpoints are kept
     round_loop.return_to_round(tmp_path / "run", 3)
     assert [path.name for path in (tmp_path / "run" / "checkpoint").glob("*.safetensors")] == ["000002.safetensors"]
