@@ -155,7 +155,7 @@ def test_latex_special_characters_are_escaped() -> None:
     assert escape_latex("34.10 ± 0.20 – … λ ≥ [4, 8] \\") == (
         r"34.10 $\pm$ 0.20 -- \ldots{} $\lambda$ $\geq$ {[}4, 8{]} \textbackslash{}"
     )
-    assert escape_latex("漢字") == "??" and escape_latex("Zürich") == "Zürich"
+    assert escape_latex("a\n\nb") == "a b" and escape_latex("漢字") == "??" and escape_latex("Zürich") == "Zürich"
 
 
 def test_latex_best_is_bold_and_second_underlined(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@ the rule for which rows of a table are ranked."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -17,7 +15,7 @@ from fedmll.comparison.results import Comparison, ComparisonRow, format_settings
 from fedmll.comparison.statistics import MarginTest
 from fedmll.core import files
 from fedmll.evaluation.metric_definitions import COSTS, SELECTION, lower_is_better
-from fedmll.runs.formatting import TextTable, format_number, markdown_table
+from fedmll.runs.formatting import TextTable, escape_markdown, format_csv, format_number, markdown_table
 
 MARKDOWN_FILE, CSV_FILE, LATEX_FILE = "table.md", "table.csv", "table.tex"
 TESTS_FILE, TUNING_FILE = "tests.csv", "tuning.md"
@@ -40,7 +38,7 @@ def write_tables(comparison: Comparison, out: Path) -> None:
     """Write all tables into a folder. Optional tables of an earlier comparison (tests, tuning) are removed."""
     tables, notes = comparison.tables, comparison.notes
     parts = [markdown_table(*table) for table in tables]
-    parts += ["".join(f"- {note}\n" for note in notes)] if notes else []
+    parts += ["".join(f"- {escape_markdown(note)}\n" for note in notes)] if notes else []
     files.write_atomic(out / MARKDOWN_FILE, "\n".join(parts))
     files.write_atomic(out / LATEX_FILE, latex_tables(comparison, tables))
     write_runs_csv(comparison, out / CSV_FILE)
@@ -63,20 +61,14 @@ def write_runs_csv(comparison: Comparison, path: Path) -> None:
             if cell.summary is not None and cell in row.cells:
                 summary = cell.summary
                 lines += [[*start, name, metric_value(summary, name)] for name in [*summary["metrics"], *COSTS]]
-    files.write_atomic(path, _format_csv(lines))
+    files.write_atomic(path, format_csv(lines))
 
 
 def tests_csv(tests: Sequence[MarginTest]) -> str:
     """Every number of every test, not rounded."""
     if not tests:
         return ""
-    return _format_csv([[field.name for field in fields(MarginTest)], *(list(asdict(test).values()) for test in tests)])
-
-
-def _format_csv(lines: Sequence[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue()
+    return format_csv([[field.name for field in fields(MarginTest)], *(list(asdict(test).values()) for test in tests)])
 
 
 def tuning_markdown(comparison: Comparison) -> str:
@@ -84,8 +76,8 @@ def tuning_markdown(comparison: Comparison) -> str:
     parts = []
     for row in comparison.rows:
         if row.trials:
-            notes = "".join(f"\n- {line}" for line in notes_on_grid_edges(row))
-            parts.append(f"## {row.label}\n\n{markdown_table(*_trial_table(row))}{notes}\n")
+            notes = "".join(f"\n- {escape_markdown(line)}" for line in notes_on_grid_edges(row))
+            parts.append(f"## {escape_markdown(row.label)}\n\n{markdown_table(*_trial_table(row))}{notes}\n")
     return "\n".join(parts)
 
 
@@ -118,7 +110,7 @@ def latex_tables(comparison: Comparison, tables: Sequence[TextTable]) -> str:
 def escape_latex(text: str) -> str:
     """Text for LaTeX. A character that the standard fonts lack becomes a question mark, so that the file compiles."""
     escaped = []
-    for letter in text:
+    for letter in " ".join(text.split()):  # a line break would end the row
         if letter in GREEK_LETTERS:
             escaped.append(f"$\\{GREEK_LETTERS[letter]}$")
         elif letter in LATEX_CHARACTERS:

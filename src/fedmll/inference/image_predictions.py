@@ -21,6 +21,7 @@ from fedmll.core import files
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.images.decode import Window, decode_image
 from fedmll.data.images.formats import IMAGE_ENDINGS, IMAGE_ERRORS, WIDE_MODES, describe_image_error, open_image
+from fedmll.runs.formatting import escape_cell
 
 Pixels = NDArray[np.uint8]
 
@@ -138,10 +139,10 @@ def _row(prediction: ImagePrediction, predicted: list[str], classes: Sequence[st
 def _csv_writer(file: Path, header: Sequence[str], classes: Sequence[str]) -> Iterator[WritePrediction]:
     with file.open("w", newline="") as opened:
         lines = csv.writer(opened, lineterminator="\n")
-        lines.writerow([*header, *classes])
+        lines.writerow(map(escape_cell, [*header, *classes]))
 
         def write(prediction: ImagePrediction, predicted: list[str]) -> None:
-            lines.writerow(_row(prediction, predicted, classes))
+            lines.writerow(map(escape_cell, _row(prediction, predicted, classes)))
 
         yield write
 

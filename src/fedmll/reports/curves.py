@@ -19,6 +19,7 @@ from fedmll.evaluation.metric_definitions import find_metric, in_table_order, la
 from fedmll.reports import figure
 from fedmll.reports.chart_drawing import draw_chart
 from fedmll.reports.charts import COUNT, HIGH, LINES, LOW, NUMBER, PERCENT, Chart, ChartAxis, ChartSeries, Columns
+from fedmll.runs.formatting import dicts_to_csv
 from fedmll.runs.run_overview import RunRecord, float_or_nan
 
 NO_METRICS = ("round", "seconds", "bytes_up", "bytes_down", "clients")  # columns of metrics.jsonl
@@ -140,7 +141,7 @@ def write_curve(chart: Chart, x: ChartAxis, out: Path) -> None:
     """Write the first metric of a chart as FILE.png, FILE.svg, … or FILE.csv."""
     y = chart.ys[0]
     if out.suffix == ".csv":
-        files.write_atomic(out, figure.to_csv(chart.csv_rows(x, y)))
+        files.write_atomic(out, dicts_to_csv(chart.csv_rows(x, y)))
     else:
         figure.write_image(out, draw_chart(chart, x, y))
 

@@ -3,7 +3,6 @@ all figures (readable on a light page, on a dark page and in print, and by colou
 
 from __future__ import annotations
 
-import csv
 import io
 import re
 from collections.abc import Iterable, Sequence
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
+from fedmll.runs.formatting import dicts_to_csv
 
 TEXT_COLOUR = "#797979"  # text and lines: the contrast is 4.3 to 1 on white and on #111
 COLOURS = ("#1F7FBF", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")  # by Okabe and Ito, with a lighter blue
@@ -135,7 +135,7 @@ def write_figures(folder: Path, figures: Iterable[ReportFigure]) -> int:
         for kind in ("png", "svg"):
             files.write_atomic(folder / f"{name}.{kind}", render(figure.figure, kind))
         if figure.rows:
-            files.write_atomic(folder / f"{name}.csv", to_csv(figure.rows))
+            files.write_atomic(folder / f"{name}.csv", dicts_to_csv(figure.rows))
     return len(names)
 
 
@@ -162,16 +162,3 @@ def render(figure: Figure, kind: str, resolution: int = RESOLUTION, **options: A
 def file_name(text: str) -> str:
     """Text as a file name that every operating system accepts."""
     return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-.")[:100] or "figure"
-
-
-def to_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """NaN and None are empty cells; no number is rounded."""
-
-    def cell(value: Any) -> Any:
-        return "" if value is None or (isinstance(value, float) and not np.isfinite(value)) else value
-
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: cell(value) for key, value in row.items()} for row in rows)
-    return text.getvalue()

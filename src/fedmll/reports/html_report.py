@@ -30,7 +30,7 @@ from fedmll.inference.load import SavedRun, load_run
 from fedmll.reports.chart_drawing import chart_figures
 from fedmll.reports.charts import Chart, calibration_chart, class_chart, client_chart, label_heatmaps, threshold_chart
 from fedmll.reports.curves import learning_curves
-from fedmll.reports.figure import ReportFigure, file_name, render, to_csv, write_figures
+from fedmll.reports.figure import ReportFigure, file_name, render, write_figures
 from fedmll.reports.figures import (
     attention,
     class_features,
@@ -40,7 +40,7 @@ from fedmll.reports.figures import (
     pseudo_labels,
 )
 from fedmll.reports.result_table import ResultTable, rankable, result_table
-from fedmll.runs.formatting import mean_and_std, to_json
+from fedmll.runs.formatting import dicts_to_csv, mean_and_std, to_json
 from fedmll.runs.run_folder import RunState
 from fedmll.runs.run_overview import RunRecord
 
@@ -70,7 +70,7 @@ def write_report(paths: Sequence[Path], out: Path, *, images: bool = False, keep
         for label, of_row in figures:
             write_figures(folder / file_name(label), of_row)
         if table is not None:
-            files.write_atomic(folder / "results.csv", to_csv(table.csv_rows))
+            files.write_atomic(folder / "results.csv", dicts_to_csv(table.csv_rows))
     return study
 
 

@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,12 @@ def html_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]])
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return "".join("| " + " | ".join(map(escape_markdown, line)) + " |\n" for line in lines)
+
+
+def escape_markdown(text: str) -> str:
+    """Text for a table or a list: without HTML, links and line breaks."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -91,11 +97,42 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(without_nan(value), indent=indent, allow_nan=False)
 
 
+# ---- CSV. People open these files in spreadsheet programs, which execute a cell that looks like a formula. Names of
+# classes, files and methods may come from others, so such a cell gets an apostrophe in front.
+
+FORMULA = re.compile(r"'*[=+\-@\t\r]")
+NUMBER = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
+
+
+def escape_cell(value: Any) -> Any:
+    """A value for a CSV file: text that looks like a formula gets an apostrophe in front; -0.5 stays a number."""
+    is_formula = isinstance(value, str) and FORMULA.match(value) and not NUMBER.fullmatch(value)
+    return f"'{value}" if is_formula else value
+
+
+def unescape_cell(text: str) -> str:
+    """The text that `escape_cell` was given."""
+    return text[1:] if text.startswith("'") and FORMULA.match(text) else text
+
+
+def format_csv(rows: Iterable[Iterable[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(escape_cell, row) for row in rows)
+    return text.getvalue()
+
+
+def dicts_to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One column for each key that some row has. NaN, None and missing values are empty cells; no number is rounded."""
+
+    def cell(value: Any) -> Any:
+        return "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
+
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return format_csv([keys, *([cell(row.get(key)) for key in keys] for row in rows)])
+
+
 def write_csv(path: Path, columns: dict[str, NDArray[Any]]) -> None:
     """Columns of equal length as a CSV file; floating-point numbers with four digits."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    for values in zip(*columns.values(), strict=True):
-        writer.writerow([f"{v:.4f}" if isinstance(v, np.floating) else v for v in values])
-    files.write_atomic(path, text.getvalue())
+    rows = zip(*columns.values(), strict=True)
+    lines = ([f"{v:.4f}" if isinstance(v, np.floating) else v for v in row] for row in rows)
+    files.write_atomic(path, format_csv([columns, *lines]))

@@ -18,7 +18,6 @@ per_class.csv, per_client.csv   metrics of each class and of each client
 from __future__ import annotations
 
 import csv
-import io
 import json
 import logging
 import re
@@ -48,7 +47,7 @@ from fedmll.runs.array_files import (
     write_client_labels,
     write_predictions,
 )
-from fedmll.runs.formatting import to_json, write_csv
+from fedmll.runs.formatting import dicts_to_csv, to_json, unescape_cell, write_csv
 
 EXPERIMENT_FILE, DATA_FINGERPRINT_FILE, PLUGINS_FILE = "experiment.toml", "data_fingerprint.json", "plugins.json"
 METRICS_FILE, METRICS_CSV_FILE, LOG_FILE, LOCK_FILE = "metrics.jsonl", "metrics.csv", "log.txt", ".lock"
@@ -294,12 +293,7 @@ class RunFolder:
 
     def write_metrics_csv(self, rows: Iterable[MetricsRow]) -> None:
         """The same rows as a CSV file, with one column for each number that some round has."""
-        rows = list(rows)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        self._write(METRICS_CSV_FILE, text.getvalue())
+        self._write(METRICS_CSV_FILE, dicts_to_csv(list(rows)))
 
     @property
     def rounds_done(self) -> int:
@@ -408,7 +402,10 @@ class RunFolder:
         try:
             with (self.path / name).open(newline="") as file:
                 rows = list(csv.DictReader(file))
-            return [{key: text if key in TEXT_COLUMNS else _number(text) for key, text in row.items()} for row in rows]
+            return [
+                {key: unescape_cell(text) if key in TEXT_COLUMNS else _number(text) for key, text in row.items()}
+                for row in rows
+            ]
         except (ValueError, AttributeError, csv.Error) as error:
             raise self._damaged(name, str(error), f"`fedmll resume {self.path}` writes it again.") from None
 

@@ -7,8 +7,6 @@ with private labels records it.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +27,7 @@ from fedmll.reports.figure import (
     apply_style,
     new_figure,
 )
+from fedmll.runs.formatting import format_csv
 
 
 def compute_coverage(federation: Federation, rounds: int) -> NDArray[np.int64]:
@@ -57,11 +56,7 @@ def longest_gap(column: NDArray[np.int64]) -> int:
 
 
 def coverage_csv(counts: NDArray[np.int64], classes: Sequence[str]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["round", *classes])
-    writer.writerows([number, *row] for number, row in enumerate(counts.tolist(), 1))
-    return text.getvalue()
+    return format_csv([["round", *classes], *([number, *row] for number, row in enumerate(counts.tolist(), 1))])
 
 
 def coverage_figure(run: SavedRun) -> ReportFigure | None:
