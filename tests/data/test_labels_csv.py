@@ -12,6 +12,9 @@ from PIL import Image
 from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.images.labels_csv import LabelTable, read_labels
+from fedmll.data.sources import load
+from fedmll.deploy.site.check import check_site
+from fedmll.deploy.site.site_config import Site
 
 
 def table_of(folder: Path, text: str, reading: ReadingOptions | None = None, images: int = 6) -> LabelTable:
@@ -22,7 +25,7 @@ def table_of(folder: Path, text: str, reading: ReadingOptions | None = None, ima
     return read_labels(folder / "labels.csv", folder, reading)
 
 
-def said(table: LabelTable) -> str:
+def report(table: LabelTable) -> str:
     with pytest.raises(DataError) as error:
         table.problems.report()
     assert "\n" not in str(error.value)
@@ -53,29 +56,29 @@ def test_a_good_file_has_no_problems(tmp_path: Path) -> None:
 
 
 def test_error_proposes_to_ignore_all_columns_that_are_not_classes(tmp_path: Path) -> None:
-    text = said(table_of(tmp_path, MESSY))
+    text = report(table_of(tmp_path, MESSY))
     assert "3 in column 'Patient' (row 2: 'p1'; row 3: 'p1'; and 1 more)" in text
     assert "2 in column 'age' (row 2: '63'; row 3: '64')" in text, "1 would be a label"
     assert """--set 'data.ignore=["Patient","age"]'""" in text
     assert """--set data.group=Patient --set 'data.ignore=["age"]'""" in text
-    options = said(table_of(tmp_path, MESSY, ReadingOptions(by_options=True)))
+    options = report(table_of(tmp_path, MESSY, ReadingOptions(by_options=True)))
     assert "--ignore=Patient,age" in options
     assert "--group=Patient --ignore=age" in options
 
 
 def test_error_without_patient_column_proposes_no_group(tmp_path: Path) -> None:
-    text = said(table_of(tmp_path, MESSY.replace("Patient", "who").replace("age", "it's")))
+    text = report(table_of(tmp_path, MESSY.replace("Patient", "who").replace("age", "it's")))
     assert "data.group" not in text
     assert """--set 'data.ignore=["who","it'"'"'s"]'""" in text, "ready to be copied into a shell"
-    chosen = said(table_of(tmp_path, MESSY, ReadingOptions(classes=("age", "cat"))))
+    chosen = report(table_of(tmp_path, MESSY, ReadingOptions(classes=("age", "cat"))))
     assert chosen.endswith("Leave columns that are not classes out of data.classes.")
-    only = said(table_of(tmp_path, MESSY, ReadingOptions(ignore=("age",))))
+    only = report(table_of(tmp_path, MESSY, ReadingOptions(ignore=("age",))))
     assert only.endswith("--set data.group=Patient.")
 
 
 def test_many_wrong_columns_are_counted_and_all_proposed_to_be_ignored(tmp_path: Path) -> None:
     names = [f"c{number}" for number in range(8)]
-    text = said(table_of(tmp_path, f"image,cat,{','.join(names)}\n0.png,1{',x' * 8}\n1.png,0{',y' * 8}\n"))
+    text = report(table_of(tmp_path, f"image,cat,{','.join(names)}\n0.png,1{',x' * 8}\n1.png,0{',y' * 8}\n"))
     assert "2 in column 'c4' (row 2: 'x'; and 1 more); and 3 more. A label is 1 (present)" in text
     assert """["c0","c1","c2","c3","c4","c5","c6","c7"]""" in text
 
@@ -111,7 +114,7 @@ def test_ignored_column_has_no_effect(tmp_path: Path) -> None:
 
 def test_settings_that_name_a_missing_column_are_reported(tmp_path: Path) -> None:
     reading = ReadingOptions(classes=("cat", "dgo"), ignore=("Age",), group="patients")
-    text = said(table_of(tmp_path, MESSY, reading))
+    text = report(table_of(tmp_path, MESSY, reading))
     assert "data.classes names 'dgo', which is not a column; did you mean 'dog'" in text
     assert "data.ignore names 'Age', which is not a column; did you mean 'age'" in text
     assert "data.group names 'patients', which is not a column; did you mean 'Patient'" in text
@@ -126,7 +129,7 @@ def test_unnamed_blank_column_is_ignored_and_one_with_content_is_reported(tmp_pa
     table = table_of(tmp_path, "image,cat,\n0.png,1,\n1.png,0, \n")
     table.problems.report()
     assert table.classes == ("cat",)
-    assert "column 1, 4 has no name" in said(table_of(tmp_path, ",image,cat,\n0,0.png,1,1\n1,1.png,0,0\n"))
+    assert "in the header: 1; 4." in report(table_of(tmp_path, ",image,cat,\n0,0.png,1,1\n1,1.png,0,0\n"))
 
 
 def test_empty_client_column_is_ignored(tmp_path: Path) -> None:
@@ -153,20 +156,20 @@ def test_list_form_gives_present_absent_and_unknown(tmp_path: Path) -> None:
 
 
 def test_none_together_with_a_class_is_rejected(tmp_path: Path) -> None:
-    assert "1 row has both 'none' and a class (row 3: 'none|a')" in said(
+    assert "1 row has both 'none' and a class (row 3: 'none|a')" in report(
         table_of(tmp_path, "image,labels\n0.png,a\n1.png,none|a\n2.png,none|No Finding\n")
     )
 
 
 @pytest.mark.parametrize("cell", ["", "none"])
 def test_lists_without_a_class_are_reported(tmp_path: Path, cell: str) -> None:
-    assert "'labels' names no class in any row" in said(table_of(tmp_path, f"image,labels\n0.png,{cell}\n1.png,\n"))
+    assert "'labels' names no class in any row" in report(table_of(tmp_path, f"image,labels\n0.png,{cell}\n1.png,\n"))
 
 
 def test_labels_column_beside_other_columns_proposes_to_ignore_them(tmp_path: Path) -> None:
     text = "image,labels,age,sex\n0.png,a,3,m\n1.png,b,4,f\n"
-    assert """also 'age'; 'sex'.""" in said(table_of(tmp_path, text))
-    assert """--set 'data.ignore=["age","sex"]'.""" in said(table_of(tmp_path, text))
+    assert """also 'age'; 'sex'.""" in report(table_of(tmp_path, text))
+    assert """--set 'data.ignore=["age","sex"]'.""" in report(table_of(tmp_path, text))
     for reading in (ReadingOptions(ignore=("age", "sex")), ReadingOptions(classes=("a", "b"))):
         table = table_of(tmp_path, text, reading)
         table.problems.report()
@@ -183,14 +186,14 @@ def test_backslash_separates_folders_unless_a_file_has_that_name(tmp_path: Path)
     table = table_of(tmp_path, "image,cat\nsite-a\\7.png,1\nodd\\8.png,0\n")
     table.problems.report()
     assert table.paths == [tmp_path / "site-a" / "7.png", tmp_path / "odd\\8.png"]
-    twice = said(table_of(tmp_path, "image,cat\nsite-a\\7.png,1\nsite-a/7.png,0\n"))
+    twice = report(table_of(tmp_path, "image,cat\nsite-a\\7.png,1\nsite-a/7.png,0\n"))
     assert "row 3: 'site-a/7.png' is already in row 2" in twice
 
 
 def test_path_that_is_not_a_file_is_missing(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     text = "image,cat,split\nfolder.png,1,train\n,0,train\n0.png,1,test\nbad\0.png,1,train\n"
-    found = said(table_of(tmp_path, text))
+    found = report(table_of(tmp_path, text))
     assert "3 of its 4 images do not exist: row 2: " in found
     assert "--skip-unreadable" in found
     table = table_of(tmp_path, text, ReadingOptions(skip_unreadable=True))
@@ -206,7 +209,7 @@ def test_path_that_is_not_a_file_is_missing(tmp_path: Path) -> None:
 def test_image_without_read_permission_is_missing(tmp_path: Path) -> None:
     table_of(tmp_path, "image,cat\n0.png,1\n")
     (tmp_path / "0.png").chmod(0)
-    assert "1 of its 1 images do not exist" in said(read_labels(tmp_path / "labels.csv", tmp_path))
+    assert "1 of its 1 images do not exist" in report(read_labels(tmp_path / "labels.csv", tmp_path))
 
 
 def test_rows_are_left_out_of_every_column(tmp_path: Path) -> None:
@@ -224,7 +227,7 @@ def test_rows_are_left_out_of_every_column(tmp_path: Path) -> None:
 
 def test_no_existing_image_is_an_error_even_with_skip_unreadable(tmp_path: Path) -> None:
     table = table_of(tmp_path, "image,cat\na.png,1\nb.png,0\n", ReadingOptions(skip_unreadable=True))
-    assert "none of its 2 images exists: row 2: " in said(table)
+    assert "none of its 2 images exists: row 2: " in report(table)
 
 
 # --- patients
@@ -232,12 +235,12 @@ def test_no_existing_image_is_an_error_even_with_skip_unreadable(tmp_path: Path)
 
 def test_patient_in_two_parts_of_the_split_is_named(tmp_path: Path) -> None:
     rows = "0.png,1,train,p1\n1.png,1,test,p1\n2.png,1,val,p2\n3.png,1,train,p2\n4.png,0,test,p3\n5.png,0,test,p3\n"
-    text = said(table_of(tmp_path, f"image,cat,split,who\n{rows}", ReadingOptions(group="who")))
+    text = report(table_of(tmp_path, f"image,cat,split,who\n{rows}", ReadingOptions(group="who")))
     assert "2 of 'who' are in more than one part of the split: 'p1'; 'p2'." in text
 
 
 def test_a_row_without_a_patient_is_named(tmp_path: Path) -> None:
-    text = said(table_of(tmp_path, "image,cat,who\n0.png,1,p1\n1.png,1, \n", ReadingOptions(group="who")))
+    text = report(table_of(tmp_path, "image,cat,who\n0.png,1,p1\n1.png,1, \n", ReadingOptions(group="who")))
     assert "1 row has no 'who' (row 3), which data.group needs" in text
 
 
@@ -249,7 +252,7 @@ def test_every_kind_of_problem_is_in_one_report(tmp_path: Path) -> None:
         "image,cat,cat,dog,split\n0.png,1,1,0,train\n1.png,1,1,maybe,train\n2.png,1,1,0,later\n"
         "2.png,1,0,0,test\n9.png,1,0,0,test\n3.png,1,0,test\n"
     )
-    found = said(table_of(tmp_path, text))
+    found = report(table_of(tmp_path, text))
     assert found.startswith(f"'{tmp_path / 'labels.csv'}' has 6 problems. (1) ")
     for part in (
         "1 row has more or fewer cells than the header, which has 5: row 7: 4 cells",
@@ -264,14 +267,73 @@ def test_every_kind_of_problem_is_in_one_report(tmp_path: Path) -> None:
 
 def test_examples_are_capped_and_counted(tmp_path: Path) -> None:
     rows = "".join(f"{number}.png,x,later\n" for number in range(7))
-    found = said(table_of(tmp_path, f"image,cat,split\n{rows}", images=7))
+    found = report(table_of(tmp_path, f"image,cat,split\n{rows}", images=7))
     assert "7 in column 'cat' (row 2: 'x'; row 3: 'x'; row 4: 'x'; row 5: 'x'; row 6: 'x'; and 2 more)" in found
     assert "7 rows have a split other than" in found
     assert "row 6: 'later'; and 2 more)" in found
-    five = said(table_of(tmp_path, f"image,cat,split\n{rows[: 5 * len('0.png,x,later ')]}", images=7))
+    five = report(table_of(tmp_path, f"image,cat,split\n{rows[: 5 * len('0.png,x,later ')]}", images=7))
     assert "more" not in five
 
 
 def test_rows_that_all_have_the_wrong_number_of_cells(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"2 rows have more or fewer cells.*row 2: 3 cells; row 3: 1 cells"):
         table_of(tmp_path, "image,cat\n0.png,1,0\n1.png\n")
+
+
+@pytest.mark.parametrize("other", ["../images/1.png", "a/../1.png", "link.png", "linked/1.png", "./1.png"])
+def test_image_with_two_names_is_reported(tmp_path: Path, other: str) -> None:
+    folder = tmp_path / "images"
+    (folder / "a").mkdir(parents=True)
+    for number in range(3):
+        Image.fromarray(np.full((4, 4), number, np.uint8)).save(folder / f"{number}.png")
+    (folder / "link.png").symlink_to(folder / "1.png")
+    (folder / "linked").symlink_to(folder)
+    text = f"image,cat,split\n0.png,1,train\n1.png,1,train\n2.png,0,train\n{other},1,test\n"
+    (tmp_path / "labels.csv").write_text(text)
+    with pytest.raises(
+        DataError, match=f"1 row has an image that another row has .row 5: '{other}' is already in row 3"
+    ):
+        load(f"folder:{tmp_path / 'labels.csv'}", folder)
+
+
+def test_check_says_that_a_text_column_is_text(tmp_path: Path) -> None:
+    """Also if the column of the site has another name in the study."""
+    table_of(tmp_path, "image,note,cat,dog\n0.png,fine,1,0\n1.png,ill,0,1\n2.png,,0,?\n")
+    here = Site(
+        name="a",
+        csv=tmp_path / "labels.csv",
+        images=tmp_path,
+        state_dir=tmp_path / "state",
+        class_renames=(("note", "remark"),),
+    )
+    texts = check_site(here).texts("warning")
+    assert any(text.startswith("'remark' is text, not labels: 2 cells are not 1, 0 or blank.") for text in texts)
+    assert any(text.startswith("'dog' has text among its labels: 1 cells are not 1, 0 or blank.") for text in texts)
+    assert not any("blank in every row" in text for text in texts)
+
+
+@pytest.mark.timeout(60)
+def test_hundred_thousand_columns_are_read_and_checked(tmp_path: Path) -> None:
+    """A quadratic check of the names takes minutes."""
+    classes = 100_000
+    rows = [f"{row}.png," + ",".join("10"[(row + column) % 2] for column in range(classes)) for row in range(6)]
+    header = "image," + ",".join(f"class {column}" for column in range(classes))
+    table = table_of(tmp_path, "\n".join([header, *rows]) + "\n")
+    assert table.labels.shape == (6, classes)
+    for number in range(6):
+        Image.fromarray(np.arange(16, dtype=np.uint8).reshape(4, 4) + np.uint8(number)).save(tmp_path / f"{number}.png")
+    here = Site(name="a", csv=tmp_path / "labels.csv", images=tmp_path, state_dir=tmp_path / "state")
+    summary = check_site(here).summary
+    assert summary is not None and len(summary.classes) == classes
+    chosen = ReadingOptions(classes=table.classes)
+    assert read_labels(tmp_path / "labels.csv", tmp_path, chosen).classes == table.classes
+
+
+def test_error_about_many_text_columns_is_short(tmp_path: Path) -> None:
+    names = [f"note {number}" for number in range(1000)]
+    text = "image,cat," + ",".join(names) + "\n" + "".join(f"{row}.png,1{',x' * 1000}\n" for row in range(3))
+    found = report(table_of(tmp_path, text))
+    assert "Name the columns that are classes with data.classes." in found and len(found) < 1000
+    wrong = ReadingOptions(classes=tuple(f"c{number}" for number in range(1000)))
+    found = report(table_of(tmp_path, text, wrong))
+    assert "data.classes names 995 more that are not columns." in found and len(found) < 2000

@@ -487,7 +487,7 @@ def test_a_changed_image_is_decoded_again_and_a_changed_label_is_not(tmp_path: P
         ("2.png,,1", "2.png,-1,1", r"column 'cat' \(row 4: '-1'\)"),
         ("2.png,,1", "2.png,yes,1", r"column 'cat' \(row 4: 'yes'\)"),
         ("cat,dog", "cat,cat", "class 'cat' appears twice"),
-        ("cat,dog", "cat,", "column 3 has no name"),
+        ("cat,dog", "cat,", "have no name in the header: 3\\."),
         ("cat,dog", "cat,labels", "a column 'labels' and also 'cat'"),
         ("7.png", "6.png", r"row 9: '6.png' is already in row 8"),
         ("0,1,Test", "0,1,later", r"a split other than .*row 9: 'later'"),

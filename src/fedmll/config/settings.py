@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,9 @@ class ReadingOptions:
 
     def __post_init__(self) -> None:
         for name in ("classes", "ignore"):
-            repeated = next((n for n in getattr(self, name) if getattr(self, name).count(n) > 1), None)
-            if repeated is not None:
-                raise ConfigError(f"{self.setting(name)} names '{repeated}' twice.")
+            repeated = [n for n, count in Counter(getattr(self, name)).items() if count > 1]
+            if repeated:
+                raise ConfigError(f"{self.setting(name)} names '{repeated[0]}' twice.")
         if self.window is not None:
             low, high = float(self.window[0]), float(self.window[1])
             if not low < high:

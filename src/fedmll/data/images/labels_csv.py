@@ -18,6 +18,7 @@ import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ IMAGE_COLUMNS = ("image", "path", "file", "filename")
 PATIENT_COLUMNS = ("patient", "patient_id", "patientid", "patient id")
 CELLS = {"1": PRESENT, "0": ABSENT, "": UNKNOWN, "1.0": PRESENT, "0.0": ABSENT}  # 1.0: pandas, when a cell is blank
 SPLITS = {"train": TRAIN, "val": VALIDATION, "validation": VALIDATION, "test": TEST}
+MOST_PROPOSED = 50  # columns in a proposed setting
 NOTHING = ("none", "no finding")  # in the `labels` form: known, and no class is present
 
 
@@ -64,6 +66,7 @@ class LabelTable:
     problems: Problems  # reported after the images were read
     missing: list[str] = field(default_factory=list)  # skipped rows, whose image does not exist
     is_list_form: bool = False  # the `A|B|C` form: a class that no row lists is absent everywhere, not unknown
+    invalid_cells: dict[int, int] = field(default_factory=dict)  # position of a class → its cells that are not labels
 
     def select_rows(self, kept: Sequence[int] | NDArray[np.int64]) -> LabelTable:
         """Only these rows, in every column."""
@@ -89,11 +92,12 @@ def read_labels(file: Path, images: Path, reading: ReadingOptions | None = None)
     problems = Problems(f"'{file}'")
     rows = _drop_ignored_columns(read_rows(file, problems), reading, problems)
     places, class_columns = _find_columns(rows.header, reading, problems)
+    invalid: dict[int, int] = {}
     if "labels" in places:
         classes, labels = _labels_from_lists(rows, places["labels"], reading, problems)
     else:
         classes = tuple(rows.header[column] for column in class_columns)
-        labels = _labels_from_columns(rows, class_columns, reading, problems)
+        labels, invalid = _labels_from_columns(rows, class_columns, reading, problems)
     clients, patients = (
         np.array(rows.column(places[role]), dtype=np.str_) if role in places else None for role in ("client", "group")
     )
@@ -102,7 +106,7 @@ def read_labels(file: Path, images: Path, reading: ReadingOptions | None = None)
         _check_patients(rows, patients, split, reading, problems)
     names = rows.column(places["image"])
     paths, found = _find_images(names, images)
-    _check_repeated(rows, names, paths, problems)
+    _check_repeated(rows, names, paths, found, problems)
     table = LabelTable(
         names=names,
         paths=paths,
@@ -115,6 +119,7 @@ def read_labels(file: Path, images: Path, reading: ReadingOptions | None = None)
         problems=problems,
         missing=[f"row {rows.numbers[i]}: '{paths[i]}'" for i, status in enumerate(found) if status is None],
         is_list_form="labels" in places,
+        invalid_cells=invalid,
     )
     if table.missing and not reading.skip_unreadable:
         problems.add(
@@ -175,9 +180,12 @@ def _check_named_columns(
     reading: ReadingOptions, setting: str, names: Sequence[str], header: list[str], problems: Problems
 ) -> None:
     known = set(header)
-    for name in names:
-        if name not in known:
-            problems.add(f"{reading.setting(setting)} names '{name}', which is not a column{suggest(name, header)}")
+    unknown = [name for name in names if name not in known]
+    for name in unknown[:NAMED]:
+        hint = suggest(name, header) if len(header) <= MOST_PROPOSED * 10 else "."
+        problems.add(f"{reading.setting(setting)} names '{name}', which is not a column{hint}")
+    if len(unknown) > NAMED:
+        problems.add(f"{reading.setting(setting)} names {len(unknown) - NAMED} more that are not columns.")
 
 
 def _find_columns(header: list[str], reading: ReadingOptions, problems: Problems) -> tuple[dict[str, int], list[int]]:
@@ -200,18 +208,20 @@ def _find_columns(header: list[str], reading: ReadingOptions, problems: Problems
         )
     elif "labels" in places and classes and not reading.classes:
         names = [header[column] for column in classes]
+        proposal = reading.how_to_ignore(names) if len(names) <= MOST_PROPOSED else "remove them"
         problems.add(
             f"it has a column 'labels' and also {abbreviate([repr(name) for name in names])}. Use either one column "
-            "'labels' with 'A|B|C', or one column per class; if the others are not classes: "
-            f"{reading.how_to_ignore(names)}."
+            f"'labels' with 'A|B|C', or one column per class; if the others are not classes: {proposal}."
         )
     count = Counter(header)
-    for name in dict.fromkeys(header[column] for column in classes):
-        if name and count[name] > 1:
-            problems.add(f"the class '{name}' appears twice. Every class needs one column and its own name.")
+    repeated = [name for name in dict.fromkeys(header[column] for column in classes) if name and count[name] > 1]
+    for name in repeated[:NAMED]:
+        problems.add(f"the class '{name}' appears twice. Every class needs one column and its own name.")
+    if len(repeated) > NAMED:
+        problems.add(f"{len(repeated) - NAMED} more classes appear twice.")
     unnamed = [str(column + 1) for column in classes if not header[column]]
     if unnamed:
-        problems.add(f"column {', '.join(unnamed)} has no name in the header. Name it or remove it.")
+        problems.add(f"these columns have no name in the header: {abbreviate(unnamed)}. Name or remove them.")
     return places, classes
 
 
@@ -221,9 +231,10 @@ def _rows_with(rows: Sequence[object]) -> str:
 
 def _labels_from_columns(
     rows: CsvRows, columns: Sequence[int], reading: ReadingOptions, problems: Problems
-) -> NDArray[np.int8]:
+) -> tuple[NDArray[np.int8], dict[int, int]]:
+    """The targets, and the number of cells that are not labels, by class."""
     labels = np.empty((len(rows.cells), len(columns)), dtype=np.int8)
-    wrong: dict[int, list[str]] = {}  # by column
+    wrong: dict[int, list[str]] = {}  # by class
     for place, row in enumerate(rows.cells):
         try:
             labels[place] = [CELLS[row[column]] for column in columns]
@@ -231,21 +242,24 @@ def _labels_from_columns(
             for target, column in enumerate(columns):
                 code = CELLS.get(row[column].strip())
                 if code is None:
-                    wrong.setdefault(column, []).append(f"row {rows.numbers[place]}: '{row[column]}'")
+                    wrong.setdefault(target, []).append(f"row {rows.numbers[place]}: '{row[column]}'")
                 labels[place, target] = UNKNOWN if code is None else code
     if wrong:
-        _report_cells({rows.header[column]: cells for column, cells in sorted(wrong.items())}, reading, problems)
-    return labels
+        by_column = sorted((columns[target], cells) for target, cells in wrong.items())
+        _report_cells({rows.header[column]: cells for column, cells in by_column}, reading, problems)
+    return labels, {target: len(cells) for target, cells in wrong.items()}
 
 
 def _report_cells(wrong: dict[str, list[str]], reading: ReadingOptions, problems: Problems) -> None:
     per_column = max(1, NAMED // len(wrong))
     columns = [f"{len(cells)} in column '{name}' ({abbreviate(cells, per_column)})" for name, cells in wrong.items()]
     advice = f"Ignore columns that are not classes with {reading.how_to_ignore(list(wrong))}"
+    if len(wrong) > MOST_PROPOSED:
+        advice = f"Name the columns that are classes with {reading.setting('classes')}"
     if reading.classes:
         advice = f"Leave columns that are not classes out of {reading.setting('classes')}"
     patient = next((name for name in wrong if name.lower() in PATIENT_COLUMNS), None)
-    if patient is not None and reading.group is None:
+    if patient is not None and reading.group is None and len(wrong) <= MOST_PROPOSED:
         others = [name for name in wrong if name != patient]
         more = f" {reading.how_to_ignore(others)}" if others else ""
         advice += f", or keep each patient on one side of every split: {reading.how_to_set('group', patient)}{more}"
@@ -330,13 +344,20 @@ def file_status(path: Path) -> tuple[int, int] | None:
     return (status.st_size, status.st_mtime_ns) if usable else None
 
 
-def _check_repeated(rows: CsvRows, names: list[str], paths: list[Path], problems: Problems) -> None:
+def _check_repeated(
+    rows: CsvRows, names: list[str], paths: list[Path], found: list[tuple[int, int] | None], problems: Problems
+) -> None:
+    """Different names may be the same file: `1.png`, `../images/1.png`, or a link."""
+    folder_path = cache(os.path.realpath)  # most images have few folders
     first: dict[str, int] = {}
-    again = [
-        f"row {rows.numbers[row]}: '{names[row]}' is already in row {first[str(path)]}"
-        for row, path in enumerate(paths)
-        if first.setdefault(str(path), rows.numbers[row]) != rows.numbers[row]
-    ]
+    again = []
+    for row, (path, status) in enumerate(zip(paths, found, strict=True)):
+        number, file = rows.numbers[row], str(path)
+        if status is not None:
+            folder, name = os.path.split(file)
+            file = os.path.realpath(file) if path.is_symlink() else f"{folder_path(folder)}/{name}"
+        if first.setdefault(file, number) != number:
+            again.append(f"row {number}: '{names[row]}' is already in row {first[file]}")
     if again:
         problems.add(
             f"{_rows_with(again)} an image that another row has ({abbreviate(again)}). Each image needs one row, "

@@ -145,9 +145,13 @@ def _show_digest(study: Experiment, clients: int | None) -> CheckResult:
 
 def _check_columns(table: LabelTable) -> list[CheckResult]:
     results, seen = [], dict[bytes, str]()
-    for name, column in zip(table.classes, table.labels.T, strict=True):
+    for place, (name, column) in enumerate(zip(table.classes, table.labels.T, strict=True)):
         values = set(np.unique(column).tolist())
-        if values == {UNKNOWN}:
+        if invalid := table.invalid_cells.get(place):
+            what = "is text, not labels" if values == {UNKNOWN} else "has text among its labels"
+            text = f"'{name}' {what}: {invalid} cells are not 1, 0 or blank. Correct them, or use --ignore"
+            results.append(CheckResult("labels", "warning", text))  # reading the data has reported it as an error
+        elif values == {UNKNOWN}:
             results.append(CheckResult("labels", "warning", f"'{name}' is blank in every row: no label is known"))
         elif values == {PRESENT, UNKNOWN}:
             text = f"'{name}' has ones and blanks, but no 0. Blank means unknown; write 0 where it is absent"

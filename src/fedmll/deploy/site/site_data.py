@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -204,7 +205,7 @@ def _rename_classes(site: Site, table: LabelTable) -> LabelTable:
             f"{suggest(unknown[0], table.classes)}"
         )
     classes = tuple(names.get(name, name) for name in table.classes)
-    twice = next((name for name in classes if classes.count(name) > 1), None)
+    twice = next((name for name, count in Counter(classes).items() if count > 1), None)
     if twice is not None:
         raise DataError(
             f"After --rename, two columns of '{site.csv}' have the name '{twice}'. Leave one out with --ignore."
