@@ -6,7 +6,7 @@ import pytest
 from all_methods import names
 
 from fedmll.config.experiment import Experiment
-from fedmll.config.toml_values import merge_overrides
+from fedmll.config.toml_values import merge_overrides, parse_value
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 from fedmll.methods.base import Part, PartOptions, option
@@ -51,6 +51,12 @@ def test_toml_round_trip_gives_the_same_experiment(tmp_path: Path) -> None:
         ({"data": {"pairs": "all"}}, "data.pairs"),
         ({"participation": {"count": 11}}, "participation.count = 11 is more than partition.clients = 10"),
         ({"model": {"backbone": "mlp"}}, "mlp is for feature vectors"),
+        ({"model": {"channels": [0]}}, "model.channels: .*greater than or equal to 1"),
+        ({"model": {"channels": []}}, "model.channels: .*at least 1 item"),
+        ({"model": {"width": 10**39}}, "model.width: .*less than or equal to 65536"),
+        ({"training": {"batch_size": 10**39}}, "training.batch_size: Input should be less than 2147483648"),
+        ({"training": {"rounds": 10**39}}, "training.rounds: Input should be less than 2147483648"),
+        ({"plugins": [1]}, r"plugins: Input should be a valid string \(it is 1\)"),
         ({"data": {"name": "features:x.npz"}, "model": {"backbone": "resnet18"}}, "does not fit data.name"),
     ],
 )
@@ -89,6 +95,22 @@ def test_missing_and_invalid_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("seed = [")
     with pytest.raises(ConfigError, match="not a TOML file"):
         Experiment.load(tmp_path / "bad.toml")
+    (tmp_path / "plugins.toml").write_text("plugins = [1]")
+    with pytest.raises(ConfigError, match="plugins: Input should be a valid string"):
+        Experiment.load(tmp_path / "plugins.toml")
+
+
+@pytest.mark.parametrize(
+    "text", [f"x = {'[' * 3000}{']' * 3000}", f"{'a.' * 3000}a = 1", f"x = {'{a = ' * 300}1{'}' * 300}"]
+)
+def test_deeply_nested_toml_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "deep.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"deep\.toml is nested more than 20 levels deep"):
+        Experiment.load(tmp_path / "deep.toml")
+    with pytest.raises(ConfigError, match="is nested more than 20 levels deep"):
+        parse_value(f"{'[' * 3000}{']' * 3000}")
+    with pytest.raises(ConfigError, match="is nested more than 20 levels deep"):
+        merge_overrides({}, {f"{'a.' * 3000}a": 1})
 
 
 def test_every_published_setting_is_valid() -> None:

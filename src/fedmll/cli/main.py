@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.markup import escape
@@ -23,9 +23,16 @@ from fedmll.cli.options import (
     new_run_folder,
     split_names,
 )
+from fedmll.core import files
 from fedmll.core.errors import ConfigError, FedmllError
 from fedmll.core.network import parse_address
+from fedmll.core.processes import is_out_of_memory
 from fedmll.core.text import printable
+
+LESS_MEMORY = (
+    "Lower training.batch_size, data.size, model.channels or model.width, use fewer worker processes (--workers), or a "
+    "machine with more memory."
+)
 
 app = typer.Typer(
     help="Federated multi-label learning: simulate federations, compare methods, run real federations.\n\n"
@@ -149,11 +156,22 @@ def main() -> None:
     try:
         app(fill_optional_values(sys.argv[1:]))
     except FedmllError as error:
-        from fedmll.cli.output import errors
+        fail(str(error), 2)
+    except (OSError, MemoryError, RuntimeError) as error:
+        text = files.describe_file_error(error) if isinstance(error, OSError) else None
+        if is_out_of_memory(error):
+            text = f"Memory ran out ({str(error).splitlines()[0] if str(error) else 'no memory'}). {LESS_MEMORY}"
+        if text is None:
+            raise
+        fail(text, 1)
 
-        lines = "\n".join(printable(line, 4000) for line in str(error).splitlines())
-        errors.print(f"[red]error:[/] {escape(lines)}", soft_wrap=True, highlight=False)
-        sys.exit(2)
+
+def fail(text: str, status: int) -> NoReturn:
+    from fedmll.cli.output import errors
+
+    lines = "\n".join(printable(line, 4000) for line in text.splitlines())
+    errors.print(f"[red]error:[/] {escape(lines)}", soft_wrap=True, highlight=False)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -37,7 +36,7 @@ from fedmll.comparison.statistics import compute_margin_tests
 from fedmll.comparison.tables import TABLE_FILES
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import CheckpointError, ConfigError, FedmllError
-from fedmll.core.processes import fork_process
+from fedmll.core.processes import fork_process, portable_error
 from fedmll.core.text import suggest
 from fedmll.data import federation
 from fedmll.data.federation import Federation
@@ -463,10 +462,10 @@ class ParallelRuns:
                 getattr(entry.callback, event)(*arguments)
                 continue
             self._close(entry)
-            kind, text = arguments
-            if kind is not None and not issubclass(kind, FedmllError):
-                raise kind(text)
-            yield entry.cell, entry.callback, None if kind is None else kind(text)
+            error = None if arguments is None else arguments[0](*arguments[1])
+            if error is not None and not isinstance(error, FedmllError):
+                raise error
+            yield entry.cell, entry.callback, error
 
     def stop(self) -> None:
         """End all runs that are still going; nothing that is on disk is lost."""
@@ -514,12 +513,9 @@ def _train_in_process(
 ) -> None:
     parents_end.close()
     torch.set_num_threads(1)
-    kind: type[BaseException] | None = None
-    text = ""
+    failure = None
     try:
         train(cell, data, _PipeCallback(pipe))
-    except FedmllError as error:
-        kind, text = type(error), str(error)
-    except Exception:  # a programming error: the traceback must reach the user
-        kind, text = RuntimeError, f"in the process of a run:\n{traceback.format_exc()}"
-    pipe.send((ENDED, (kind, text)))
+    except Exception as error:
+        failure = portable_error(error, "in the process of a run")
+    pipe.send((ENDED, failure))

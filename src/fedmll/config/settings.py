@@ -39,10 +39,18 @@ def _absolute_weights(value: str) -> str:
     return f"{kind}{path.absolute()}" if path.exists() else value
 
 
+def _at_most_32_bits(value: int) -> int:
+    """A larger number is a typing error, and would overflow in torch or NumPy."""
+    if value >= 2**31:
+        raise ValueError(f"Input should be less than {2**31}")
+    return value
+
+
 # Paths become absolute, so that a run can be resumed from another folder.
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1), AfterValidator(_at_most_32_bits)]
+Width = Annotated[int, Field(ge=1, le=2**16)]  # of a layer
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 UncertainLabels = Literal["unknown", "present", "absent"]
 AUTO = "auto"  # decided by a rule when the experiment is resolved or its data is loaded
@@ -250,7 +258,7 @@ class ModelSettings(SettingsSection):
     """The network."""
 
     backbone: str = Field(default=AUTO, description="The backbone. auto: convnet; for feature vectors, mlp.")
-    channels: tuple[int, ...] = Field(
+    channels: Annotated[tuple[Width, ...], Field(min_length=1)] = Field(
         default=(32, 64, 128, 128),
         description="Channels of convnet's blocks, widths of mlp's layers; the last value is the width of vit's "
         "layers.",
@@ -263,7 +271,7 @@ class ModelSettings(SettingsSection):
         default=1,
         description="The number of cached views per image with a frozen backbone; all but the first are augmented.",
     )
-    width: Count | None = Field(
+    width: Width | None = Field(
         default=None, description="The width of a trained layer between backbone and head. Default: no such layer."
     )
     stem: Literal["auto", "cifar", "imagenet"] = Field(
@@ -299,7 +307,9 @@ class ModelSettings(SettingsSection):
 class TrainingSettings(SettingsSection):
     """Rounds and local training."""
 
-    rounds: Annotated[int, Field(ge=0)] = Field(default=20, description="The number of rounds.")
+    rounds: Annotated[int, Field(ge=0), AfterValidator(_at_most_32_bits)] = Field(
+        default=20, description="The number of rounds."
+    )
     local_epochs: Count = Field(default=1, description="Epochs per client and round.")
     batch_size: Count = Field(default=32, description="Samples per batch.")
     optimizer: Literal["adamw", "adam", "sgd"] = Field(

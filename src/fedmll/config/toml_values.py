@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from fedmll.core.errors import ConfigError
-from fedmll.core.text import suggest
+from fedmll.core.text import printable, suggest
 
 M = TypeVar("M", bound=BaseModel)
 MAX_DEPTH = 20
@@ -76,6 +76,8 @@ def merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     result = _deep_copy(values)
     for path, value in overrides.items():
         *sections, key = path.split(".")
+        if len(sections) > MAX_DEPTH:
+            raise _too_deep(f"The key {path[:20]}…")
         section = result
         for name in sections:
             section = section.setdefault(name, {})
@@ -123,4 +125,5 @@ def _explain(model: type[BaseModel], problem: Any, prefix: str) -> str:
         for name in names[:-1]:
             fields = fields.model_fields[name].annotation
         return f"There is no key '{path}'{suggest(names[-1], fields.model_fields)}"
-    return f"{path or 'experiment'}: {problem['msg']} (it is {problem['input']!r})."
+    message, value = problem["msg"].removeprefix("Value error, "), printable(repr(problem["input"]), 200)
+    return f"{path or 'experiment'}: {message} (it is {value})."

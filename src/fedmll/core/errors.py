@@ -1,6 +1,7 @@
 """Exceptions with messages for people: what is wrong, where, and what to do.
 
-The command line prints the message without a traceback and exits with status 2.
+The command line prints the message without a traceback and exits with status 2. Errors of the machine (a full disk, too
+little memory) stay Python's OSError and MemoryError; the command line describes them and exits with status 1.
 """
 
 from __future__ import annotations

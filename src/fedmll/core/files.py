@@ -7,16 +7,22 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from fedmll.core.errors import FedmllError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+WRITE_ERRORS = (*DISK_FULL, errno.EROFS, errno.EACCES, errno.EPERM)
+FREE_SPACE = (
+    "Free some space, then start the command again; a run that has begun continues with `fedmll resume FOLDER`, and no "
+    "finished round is lost."
+)
 
 
 @contextmanager
@@ -38,8 +44,14 @@ def atomic_replace(path: Path, *, durable: bool = True) -> Iterator[Path]:
         temporary.replace(path)
         if durable:
             sync_folder(path.parent)
+    except Exception as error:
+        number = _error_number(error)
+        if number not in WRITE_ERRORS:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from None  # name the file, not its temporary name
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk: there is no temporary file
+            temporary.unlink(missing_ok=True)
 
 
 def is_leftover(path: Path) -> bool:
@@ -133,9 +145,30 @@ def explain_full_disk(folder: Path, advice: str) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
+    return _error_number(error) in DISK_FULL
+
+
+def _error_number(error: BaseException) -> int:
+    """The errno of an error; 0 if it has none. safetensors raises errors of its own, with the number in the text."""
     if isinstance(error, OSError):
-        return error.errno in DISK_FULL
-    return any(f"os error {number}" in str(error) for number in DISK_FULL)  # safetensors raises errors of its own
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found and not isinstance(error, FedmllError) else 0
+
+
+def describe_file_error(error: OSError) -> str | None:
+    """One paragraph for a person about a file that cannot be read or written; None for other errors."""
+    if error.filename is None or error.errno is None:
+        return f"The disk is full. {FREE_SPACE}" if is_disk_full(error) else None
+    path = Path(os.fsdecode(error.filename))
+    place = path.parent if path.name.startswith(".") else path  # hidden files are ours, and mean their folder
+    if is_disk_full(error):
+        return f"{place} cannot be written: the disk is full, or has no free inodes. {FREE_SPACE}"
+    if error.errno in WRITE_ERRORS:
+        return (
+            f"{place} cannot be written or read ({error.strerror}). Choose another folder, or change its permissions."
+        )
+    return f"{place}: {error.strerror}."
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Forked worker processes and the number of threads.
+"""Forked worker processes, the number of threads, and errors of memory.
 
 Workers ignore Ctrl-C, stop when they are told to, and end when their parent ends.
 """
@@ -12,10 +12,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from fedmll.core.errors import FedmllError
 
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 POLL_SECONDS = 0.2
@@ -84,6 +87,29 @@ def _keep_freed_memory() -> None:
         trim_threshold, mmap_threshold = -1, -3
         mallopt(mmap_threshold, 32 * 2**20)  # the largest value that it accepts
         mallopt(trim_threshold, 2**30)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, NumPy or torch could not allocate memory."""
+    texts = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
+
+
+def portable_error(error: Exception, where: str) -> tuple[type[Exception], tuple[Any, ...]]:
+    """The type and the arguments of an error in another process, which raises it again: `kind(*arguments)`.
+
+    Errors that a person can correct, errors of files and of memory stay what they are. Every other error is a bug: the
+    RuntimeError has its traceback.
+    """
+    if isinstance(error, FedmllError):
+        return type(error), (str(error),)
+    if isinstance(error, OSError):
+        return OSError, (error.errno, error.strerror, error.filename)
+    if is_out_of_memory(error):
+        return MemoryError, (str(error),)
+    return RuntimeError, (f"{where}:\n{''.join(traceback.format_exception(error))}",)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from ctypes import c_int64
 from dataclasses import dataclass, field
@@ -25,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedmll.core.errors import ClientError, FedmllError
+from fedmll.core.errors import ClientError
 from fedmll.core.message import Message, Tensors
-from fedmll.core.processes import fork_process
+from fedmll.core.processes import fork_process, portable_error
 
 HELD_RESULTS = 4  # bundles per worker that may wait for the slowest job; it bounds the memory that results take
 BUNDLE_SECONDS, LARGEST_BUNDLE = 0.02, 16  # a bundle takes about this long and has at most this many jobs
@@ -204,8 +203,8 @@ class WorkerPool:
                 continue
             bundle, worker.busy = worker.busy, []
             if status == "error":
-                error, text = answer
-                raise error(text)
+                error, arguments = answer
+                raise error(*arguments)
             seconds, done = answer
             self.bundle = max(1, min(LARGEST_BUNDLE, int(BUNDLE_SECONDS * len(bundle) / max(seconds, 1e-6))))
             for (place, job), replies in zip(bundle, done, strict=True):
@@ -266,8 +265,5 @@ def _serve(
                 replies = do_job(kind, arguments, messages)
                 done.append([(outbox.write_all(reply.tensors), reply.numbers) for reply in replies])
             pipe.send(("done", time.process_time() - begin, done))
-        except FedmllError as error:
-            pipe.send(("error", type(error), str(error)))
-        except Exception:
-            # a bug: the parent shows the traceback
-            pipe.send(("error", RuntimeError, f"in a worker process:\n{traceback.format_exc()}"))
+        except Exception as error:
+            pipe.send(("error", *portable_error(error, "in a worker process")))

@@ -18,11 +18,14 @@ per_class.csv, per_client.csv   metrics of each class and of each client
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import logging
+import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -139,13 +142,19 @@ class RunFolder:
 
     def create(self, experiment: Experiment) -> None:
         """Create the folder of a new run, which `resume` can start."""
+        is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        with self.lock():
-            self.check_vacant()
-            self.write_experiment(experiment)
-            plugins = _installed_plugins(experiment)
-            if any(plugins.values()):
-                self._write(PLUGINS_FILE, json.dumps(plugins, indent=1) + "\n")
+        try:
+            with self.lock():
+                self.check_vacant()
+                plugins = _installed_plugins(experiment)
+                if any(plugins.values()):
+                    self._write(PLUGINS_FILE, json.dumps(plugins, indent=1) + "\n")
+                self.write_experiment(experiment)  # last: with it the folder is a run
+        except OSError:
+            if is_new:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -288,8 +297,16 @@ class RunFolder:
         self._write(METRICS_FILE, "".join(to_json(row) + "\n" for row in rows))
 
     def append_metrics(self, row: MetricsRow) -> None:
-        with (self.path / METRICS_FILE).open("a") as file:
-            file.write(to_json(row) + "\n")
+        """Add a row. On a full disk no part of it is written."""
+        path, line = self.path / METRICS_FILE, f"{to_json(row)}\n".encode()
+        with path.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                file.truncate(before)
+                raise OSError(error.errno, error.strerror, str(path)) from None
 
     def write_metrics_csv(self, rows: Iterable[MetricsRow]) -> None:
         """The same rows as a CSV file, with one column for each number that some round has."""
@@ -451,5 +468,10 @@ def _number(text: str) -> float | int:
 
 
 class _LogHandler(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk must not end the run because of its log."""
+    """A full disk must not end the run because of its log, nor hide which other file could not be written."""
+
+    def handleError(self, record: logging.LogRecord) -> None: ...
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedmll.config.experiment import Experiment
-from fedmll.core.errors import ConfigError, FedmllError
+from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
+from fedmll.core.text import printable
 from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.engines.base import Engine, RoundResult
@@ -139,8 +140,9 @@ def train(
             if before is not None:
                 _save_changed_experiment(folder, before, data.experiment, callback)
             result = _TrainingLoop(data, engine, folder, callback, log).train()
-        except (FedmllError, KeyboardInterrupt) as error:
-            log.error("stopped: %s", str(error) or INTERRUPTED)
+        except (Exception, KeyboardInterrupt) as error:
+            without_text = INTERRUPTED if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            log.error("stopped: %s", printable(str(error) or without_text, 1000))
             callback.on_run_error(error)
             raise
     callback.on_run_end(result)
