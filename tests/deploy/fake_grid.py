@@ -19,6 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedmll.deploy.flower import engine, membership
 from fedmll.deploy.flower import round as flower_round
 from fedmll.deploy.flower.client_app import app
+from fedmll.deploy.security.private_keys import load_private_key
 from fedmll.deploy.server import serve
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.deploy.site import approval, worker
@@ -160,7 +161,10 @@ def drive(
     experiment = consortium.server(**changes)
     if not out.exists():
         RunFolder(out).create(experiment)
-    return serve.run_federation(grid, experiment, settings, out, callback=callback or RecordingCallback())
+    key = load_private_key((consortium.keys / "server.key").read_bytes())
+    return serve.run_federation(
+        grid, experiment, settings, out, callback=callback or RecordingCallback(), signing_key=key
+    )
 
 
 def close(first: Result, second: Result) -> bool:

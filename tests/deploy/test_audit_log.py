@@ -99,6 +99,53 @@ def test_incomplete_line_is_kept_and_reported(written: Path, bytes_left: int) ->
     assert verify_audit_log(written).first_bad_line == 5
 
 
+@pytest.mark.parametrize("forged", [b"x\n", b"\n", b'{"event":"joined","client":"someone else"}\n', b"x\n\n"])
+def test_replaced_last_line_is_not_taken_for_an_incomplete_one(written: Path, forged: bytes) -> None:
+    """Before, the next entry reported the forged line as incomplete, and the verification accepted it."""
+    lines = written.read_bytes().splitlines(keepends=True)
+    written.write_bytes(b"".join(lines[:-1]) + forged)
+    found = verify_audit_log(written)
+    assert (found.first_bad_line, found.reason) == (5, audit_log.CHANGED)  # and it is not called incomplete
+    AuditLog(written.parent).write("start")
+    assert verify_audit_log(written).first_bad_line == 5
+    assert audit_log.INCOMPLETE not in written.read_text()
+
+
+@pytest.mark.parametrize("remove", [lambda file: file.unlink(), lambda file: file.write_bytes(b"")])
+def test_emptied_or_deleted_file_does_not_pass(written: Path, remove: Callable[[Path], object]) -> None:
+    remove(written)
+    if written.exists():
+        found = verify_audit_log(written)
+        assert (found.first_bad_line, found.reason) == (1, audit_log.EMPTY)
+    AuditLog(written.parent).write("round", round=6)  # the process that wrote the lines goes on
+    AuditLog(written.parent).write("round", round=7)
+    assert verify_audit_log(written).first_bad_line == 1
+    assert AuditLog(written.parent, has_begun=True).is_lost is False
+
+
+def test_process_that_begins_anew_knows_of_lost_lines(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path, has_begun=True)
+    assert log.is_lost
+    log.write("start")
+    assert verify_audit_log(tmp_path / FILE).first_bad_line == 1
+
+
+def signed(body: bytes) -> bytes:
+    """A line whose hash is right, whatever it is a line of."""
+    return body[:-1] + b',"hash":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{}", b"{not json}", b'{"event":5,"previous":""}', b'{"event":"x"}', b'{"a":' + b"[" * 10**5 + b"}", b"{\xff}"],
+)
+def test_line_that_is_no_entry_is_reported(written: Path, body: bytes) -> None:
+    lines = written.read_bytes().splitlines(keepends=True)
+    written.write_bytes(b"".join([*lines[:2], signed(body), *lines[2:]]))
+    assert verify_audit_log(written).first_bad_line == 3
+    assert audit_log.read_heads(written) == []
+
+
 def test_missing_newline_alone_is_no_problem(written: Path) -> None:
     written.write_bytes(written.read_bytes()[:-1])
     AuditLog(written.parent).write("start")

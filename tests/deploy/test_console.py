@@ -18,12 +18,13 @@ from fedmll.cli.main import app
 from fedmll.core.errors import ConfigError, FederationError
 from fedmll.deploy import error_codes
 from fedmll.deploy.flower import client_app, membership
-from fedmll.deploy.security import client_keys
-from fedmll.deploy.security.audit_log import FILE, AuditLog, verify_audit_log
+from fedmll.deploy.security import audit_log, certificates, client_keys
+from fedmll.deploy.security.audit_log import FILE, AuditLog, read_heads, verify_audit_log
 from fedmll.deploy.server import exclusions, serve, server_settings
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.deploy.site.join import audit_join
 from fedmll.deploy.site.server_access import ServerAccess
+from fedmll.deploy.site.site_config import SERVER_CERTIFICATE
 from fedmll.runs.run_folder import RunFolder
 
 
@@ -65,7 +66,71 @@ def test_run_is_in_the_audit_logs_of_the_server_and_of_every_site(consortium: Co
         hello = next(line for line in own if line["event"] == "left" and line["kind"] == "query.hello")
         assert hello["samples"] == joined[name]["images"]
         assert own[-1]["kind"] == "query.bye"
-        assert own[-1]["server_audit"] == found[-1]["hash"]  # who shortens the server's must change everybody's
+        assert own[-1]["server_head"]["hash"] == found[-1]["hash"]  # who shortens the server's must change everybody's
+
+
+def test_sites_keep_the_signed_head_of_every_round(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    """The operator rewrites the log after the run, with hashes that fit: what the sites have kept contradicts it."""
+    out, grid = tmp_path / "out", make_grid(consortium, tmp_path)
+    certificate = consortium.keys / "server.crt"
+    for node in grid.nodes:
+        node.site_file.with_name(SERVER_CERTIFICATE).write_bytes(certificate.read_bytes())
+    drive(consortium, grid, out, RecordingCallback(), training__rounds=3)
+    site, lines = tmp_path / "site-a", read_lines(out)
+    rounds = {line["round"]: line["hash"] for line in lines if line["event"] == "round"}
+    heads = read_heads(site / FILE)
+    assert {head.round: head.hash for head in heads} == rounds | {3: lines[-1]["hash"]}
+    assert all(head.is_signed_by(certificate.read_bytes()) for head in heads)
+
+    def verified(*more: str | Path) -> tuple[int, str]:
+        shown = CliRunner().invoke(app, ["audit", "verify", str(out), "--kept", str(site), *map(str, more)])
+        return shown.exit_code, " ".join(shown.output.split())
+
+    code, said = verified("--certificate", certificate)
+    assert code == 0, said
+    assert f"{len(heads)} hashes that the site kept are in the log and are signed" in said
+    (out / FILE).unlink()
+    log = AuditLog(tmp_path / "forged")
+    log.path.parent.mkdir()
+    for line in lines:  # without the second round
+        if line.get("round") != 2:
+            facts = {key: value for key, value in line.items() if key not in ("time", "event", "previous", "hash")}
+            log.write(line["event"], **facts)
+    log.path.rename(out / FILE)
+    assert verify_audit_log(out / FILE).first_bad_line is None  # the chain alone cannot know it
+    code, said = verified()
+    assert (code, "which the server sent to the site: lines were changed or removed since" in said) == (1, True)
+
+
+def test_head_that_the_server_did_not_sign_is_not_kept(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    grid = make_grid(consortium, tmp_path)
+    client_keys.create_client_key(tmp_path / "other", "x")
+    certificates.create_server_certificate(tmp_path / "other", [])
+    for node in grid.nodes:
+        certificate = (tmp_path / "other" / "server.crt").read_bytes()  # as another server would show it
+        node.site_file.with_name(SERVER_CERTIFICATE).write_bytes(certificate)
+    drive(consortium, grid, tmp_path / "out", RecordingCallback(), training__rounds=2)
+    assert read_heads(tmp_path / "site-a" / FILE) == []
+    assert any(line.get("server_head_valid") is False for line in read_lines(tmp_path / "site-a"))
+
+
+def test_deleted_log_of_a_resumed_run_is_reported_and_never_verified(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
+    for number, loss in enumerate((lambda file: file.unlink(), lambda file: file.write_bytes(b""))):
+        folder = tmp_path / str(number)
+        out, hear = folder / "out", RecordingCallback()
+
+        def end() -> None:
+            raise KeyboardInterrupt
+
+        hear.at_round = {1: end}
+        with pytest.raises(KeyboardInterrupt):
+            drive(consortium, make_grid(consortium, folder), out, hear, training__rounds=2)
+        loss(out / FILE)
+        audit_log._last_written.clear()  # as in a new process
+        hear = RecordingCallback()
+        drive(consortium, make_grid(consortium, folder), out, hear, training__rounds=2)
+        assert any("audit.jsonl of this run is missing or empty" in text for text in hear.said), hear.said
+        assert verify_audit_log(out / FILE).first_bad_line == 1
 
 
 def test_resumed_run_continues_the_chain_and_reports_an_incomplete_line(

@@ -47,7 +47,7 @@ from fedmll.deploy.experiment_for_sites import StudySetup
 from fedmll.deploy.flower import child_processes, client_app, executor
 from fedmll.deploy.flower.client_app import BYE, HELLO, join_state
 from fedmll.deploy.flower.records import from_records, to_records
-from fedmll.deploy.security import client_keys
+from fedmll.deploy.security import certificates, client_keys
 from fedmll.deploy.server import rehearsal
 from fedmll.deploy.site import join, site_data, site_folder, worker
 from fedmll.deploy.site.memory_estimate import estimate_memory
@@ -654,6 +654,11 @@ def test_join_that_nobody_approved_ends(
         join.join(make_site_c(consortium, tmp_path), ServerAccess(server="localhost:1", ca=None, key=None), said.append)
 
 
+def write_certificate(folder: Path) -> str:
+    certificates.create_server_certificate(folder, [])
+    return (folder / "server.crt").read_text()
+
+
 def test_renewed_certificate_of_the_server_is_used_and_another_one_on_the_way_is_reported(
     consortium: Consortium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -662,16 +667,15 @@ def test_renewed_certificate_of_the_server_is_used_and_another_one_on_the_way_is
     said = joined(monkeypatch, turns)
     rejections = [f"[code: {FLOWER_ERROR_CODE}] {format_rejection(RejectionCode.SERVER)}", ""]
     monkeypatch.setattr(FakeChild, "read_log", lambda child: rejections.pop(0))
-    certificates = ["old", "new"]
-    monkeypatch.setattr(
-        join, "wait_for_server", lambda *_: ServerAnswer(certificate=certificates.pop(0), clock_offset=None)
-    )
+    old, new = (write_certificate(tmp_path / name) for name in ("old", "new"))
+    seen = [old, new]
+    monkeypatch.setattr(join, "wait_for_server", lambda *_: ServerAnswer(certificate=seen.pop(0), clock_offset=None))
     access = ServerAccess(server="localhost:1", ca=None, key=None)
     join.join(make_site_c(consortium, tmp_path), access, said.append)
     assert turns == []
     turns += [{"executor_ended": False, "run_ended": False}]
     rejections[:] = [f"[code: {FLOWER_ERROR_CODE}] {format_rejection(RejectionCode.SERVER)}"]
-    certificates += ["other", "other"]
+    seen += [old, old]
     with pytest.raises(FederationError, match="ends the TLS connection, for example a reverse proxy"):
         join.join(make_site_c(consortium, tmp_path), access, said.append)
 

@@ -173,13 +173,22 @@ def verify(
     last: Annotated[
         str | None, typer.Option(metavar="HASH", help="The last hash, as it was printed: checks that the end is there.")
     ] = None,
+    kept: Annotated[
+        Path | None,
+        typer.Option("--kept", metavar="FILE_OR_FOLDER", help="A site's audit log: look for the hashes that it kept."),
+    ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option("--certificate", metavar="SERVER.crt", help="With --kept: also check the server's signatures."),
+    ] = None,
 ) -> None:
     """Check that every line of an audit log fits the line before it.
 
     Exit code 0: all lines fit; 1: a line does not fit, and the first such line is shown. A missing end is only noticed
-    with --last. The last hash is printed at the end of a run and sent to every site.
+    with --last or --kept. The last hash is printed at the end of a run. Every site keeps the server's last hash of each
+    round, with the server's signature.
 
-    Example:  [bold]fedmll audit verify study --last 5b1c…[/]
+    Examples:  [bold]fedmll audit verify study --last 5b1c…[/]  ·  [bold]fedmll audit verify study --kept hospital-a[/]
     """
     from fedmll.deploy.security import audit_log
 
@@ -193,8 +202,10 @@ def verify(
     for number in result.incomplete:
         print_markup(
             f"line {number} reports an incomplete line before it. A killed process or a full disk causes this, and so "
-            "does a change to the line that was the last one then"
+            "does cutting off the end of the line that was the last one then"
         )
+    if kept is not None:
+        _verify_kept(file, kept / audit_log.FILE if kept.is_dir() else kept, certificate)
     if last is None:
         print_markup(
             f"ok: {result.lines} lines, the last hash is {result.last_hash}. To check the end, use --last HASH"
@@ -205,3 +216,26 @@ def verify(
         print_markup(f"[red]no line has the hash {last}:[/] the end is missing, or the whole file was rewritten")
         raise typer.Exit(1)
     print_markup(f"ok: {result.lines} lines; line {line} has that hash, and {result.lines - line} lines follow it")
+
+
+def _verify_kept(file: Path, site_log: Path, certificate: Path | None) -> None:
+    """Check that the hashes that a site received from the server are lines of the server's log."""
+    from fedmll.deploy.security import audit_log
+
+    if certificate is not None and not certificate.is_file():
+        raise ConfigError(f"There is no {certificate} (--certificate).")
+    heads = audit_log.read_heads(site_log)
+    for head in heads:
+        if certificate is not None and not head.is_signed_by(certificate.read_bytes()):
+            print_markup(
+                f"[red]round {head.round}: the hash {head.hash} is not signed with the key of {certificate}[/]"
+            )
+            raise typer.Exit(1)
+        if audit_log.find_line(file, head.hash) is None:
+            print_markup(
+                f"[red]round {head.round}: no line has the hash {head.hash}, which the server sent to the site:[/] "
+                "lines were changed or removed since"
+            )
+            raise typer.Exit(1)
+    signed = "" if certificate is None else f" and are signed with the key of {certificate}"
+    print_markup(f"{len(heads)} hashes that the site kept are in the log{signed}")

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ from fedmll.deploy.error_codes import (
 from fedmll.deploy.experiment_for_sites import StudySetup
 from fedmll.deploy.flower.flower_internals import SUPERLINK_NODE_ID, ErrorCode
 from fedmll.deploy.flower.records import Info, from_records, to_records
-from fedmll.deploy.security.audit_log import HASH, AuditLog, describe_message
+from fedmll.deploy.security.audit_log import SERVER_HEAD, AuditHead, AuditLog, describe_message
 from fedmll.deploy.site.approval import SetupRecord, read_setup_record, write_setup_record
-from fedmll.deploy.site.site_config import read_site_file
+from fedmll.deploy.site.site_config import SERVER_CERTIFICATE, read_site_file
 from fedmll.deploy.site.worker import SiteWorker, delete_client_state
 
 SITES = "FEDMLL_SITES"  # the environment variable with the folder of the sites of a simulation
@@ -160,7 +160,9 @@ def _answer(message: FlowerMessage, context: Context, handle: Handler) -> Flower
         content, info = from_records(message.content)
         facts |= _study_digest(info)
         reply, reply_info = handle(file, info, content)
-        audit.write("left", **facts, **_audit_facts(info, reply_info), **describe_message(reply))
+        audit.write(
+            "left", **facts, **_audit_facts(info, reply_info), **_server_head(info, file), **describe_message(reply)
+        )
     except FedmllError as error:
         show_once(f"error: {error}")
         reply, reply_info = Message(), {"error": error_code(error).value}
@@ -184,16 +186,24 @@ def _study_digest(info: Info) -> dict[str, Any]:
 
 
 def _audit_facts(info: Info, reply_info: Info) -> dict[str, Any]:
-    """For the audit log: the round, which other values leave, and the numbers of images in them.
-
-    Also the last hash of the server's audit log: whoever shortens that one would have to change this one as well.
-    """
+    """For the audit log: the round, which other values leave, and the numbers of images in them."""
     facts = {"round": info["round"]} if "round" in info else {}
     facts |= {"info": sorted({*reply_info, "name"})}
-    facts |= {name: reply_info[name] for name in ("samples", "held_out") if name in reply_info}
-    audit_hash = info.get("audit")
-    is_hash = isinstance(audit_hash, str) and HASH.fullmatch(audit_hash)
-    return facts | ({"server_audit": audit_hash} if is_hash else {})
+    return facts | {name: reply_info[name] for name in ("samples", "held_out") if name in reply_info}
+
+
+def _server_head(info: Info, file: Path) -> dict[str, Any]:
+    """For the audit log: the head of the server's audit log. Whoever changes that one would have to change this one.
+
+    Its signature is checked with the certificate that the server has shown to this site.
+    """
+    if "audit_head" not in info:
+        return {}
+    head, certificate = AuditHead.from_json(info["audit_head"]), file.with_name(SERVER_CERTIFICATE)
+    if head is None or (certificate.is_file() and not head.is_signed_by(certificate.read_bytes())):
+        show_once("warning: the head of the server's audit log is not signed with the server's key; it is not kept")
+        return {"server_head_valid": False}
+    return {SERVER_HEAD: asdict(head)}
 
 
 def _ignore(message: FlowerMessage, subject: str) -> FlowerMessage:

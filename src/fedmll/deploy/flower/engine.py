@@ -333,15 +333,14 @@ class FlowerEngine:
             private = self.method.has("private-labels")
             self.membership.notify(describe_undelivered(missing, model.file, private))
 
-    def end_run(self, audit_hash: str = "") -> None:
-        """Tell all connected clients that the run is over, and the last hash of the audit log.
+    def end_run(self) -> None:
+        """Tell all connected clients that the run is over.
 
         A client that does not receive this message notices that the server has ended.
         """
         self.transport.update_membership()
-        content = {"setup": self.membership.setup, "audit": audit_hash}
         messages = [
-            FlowerMessage(to_records(Message(), content), node, BYE, ttl=BYE_SECONDS)
+            FlowerMessage(to_records(Message(), self.membership.info), node, BYE, ttl=BYE_SECONDS)
             for node in self.membership.nodes_to_notify()
         ]
         waiting = [message_id for message_id in self.grid.push_messages(messages) if message_id] if messages else []

@@ -99,6 +99,7 @@ class Membership:
     label_sets: LabelSets | None = None  # the registered label sets of clients with private labels
     validators: Sequence[str] = ()  # the names of those that only evaluate the model
     record: Notify = no_record  # writes to the audit log only
+    audit_head: Callable[[], Info] = dict  # the head of the audit log, which sites keep; empty before round 1 has ended
     exclusions: Exclusions = field(default_factory=Exclusions)
 
     def __post_init__(self) -> None:
@@ -117,6 +118,12 @@ class Membership:
                 self.first_round |= {name: int(values.get(FIRST_ROUND, 1)) for name, values in stored.items()}
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ReplyRejected):
                 raise unreadable_introductions(self.introductions_file) from None
+
+    @property
+    def info(self) -> Info:
+        """What every message contains."""
+        head = self.audit_head()
+        return {"setup": self.setup} | ({"audit_head": head} if head else {})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -212,7 +219,7 @@ class Membership:
     def _send_hello(self, node: int, since: str, registered_name: str, now: float) -> None:
         rejected = self.rejected.get((node, since))
         code = {} if rejected is None else {"rejected": rejected.code}
-        content = to_records(Message(), {"setup": self.setup} | code)
+        content = to_records(Message(), self.info | code)
         (message_id,) = self.grid.push_messages([FlowerMessage(content, node, HELLO, ttl=HELLO_SECONDS)])
         if message_id:
             self.pending[message_id] = PendingHello(node=node, since=since, registered_name=registered_name, sent=now)

@@ -160,7 +160,7 @@ class Transport:
             if sum(sizes) > self.reply_limit:
                 self.reply_limit = sum(sizes)
                 self.set_reply_limit(self.reply_limit)
-            content = to_records(message, info | {"setup": self.membership.setup})
+            content = to_records(message, info | self.membership.info)
             outgoing = FlowerMessage(content, member.node, kind, ttl=seconds, group_id=str(self.number))
             (message_id,) = self.grid.push_messages([outgoing])
             if message_id:

@@ -135,10 +135,8 @@ def expiry_warnings(folder: Path) -> list[str]:
 
 
 def certificate_fingerprint(content: bytes) -> str:
-    """SHA-256 of a certificate in PEM or DER format, by which a site and the server know which server is meant."""
-    is_pem = content.lstrip().startswith(b"-----BEGIN")
-    certificate = (x509.load_pem_x509_certificate if is_pem else x509.load_der_x509_certificate)(content)
-    return certificate.fingerprint(hashes.SHA256()).hex()
+    """SHA-256 of a certificate (PEM), by which a site and the server know which server is meant."""
+    return x509.load_pem_x509_certificate(content).fingerprint(hashes.SHA256()).hex()
 
 
 def validity_period(file: Path) -> tuple[datetime.datetime, datetime.datetime]:

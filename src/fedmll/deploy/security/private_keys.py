@@ -17,6 +17,7 @@ from fedmll.core.errors import ConfigError
 
 try:
     from cryptography import x509 as x509
+    from cryptography.exceptions import InvalidSignature as InvalidSignature
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import hashes as hashes
     from cryptography.hazmat.primitives import serialization

@@ -27,7 +27,7 @@ from fedmll.core.text import Confirm, confirm_at_terminal
 from fedmll.deploy import label_counts
 from fedmll.deploy.experiment_for_sites import build_setup, resolve_for_sites
 from fedmll.deploy.security import certificates, client_keys
-from fedmll.deploy.security.private_keys import read_passphrase
+from fedmll.deploy.security.private_keys import ec, load_private_key, read_passphrase
 from fedmll.deploy.server import server_settings
 from fedmll.deploy.server.console import OperatorConsole, OperatorLog, open_console
 from fedmll.deploy.server.server_settings import ServerSettings, read_server_settings
@@ -150,7 +150,10 @@ def resume_server(
     with files.explain_full_disk(out, DISK_FULL_ADVICE):
         log = OperatorLog(out, callback)
         superlink_settings = _superlink_settings(settings, out, passphrase_file)
+        signing_key = None
         if settings.keys is not None:
+            key_file = Path(settings.keys) / "server.key"
+            signing_key = load_private_key(key_file.read_bytes(), superlink_settings.passphrase)
             for warning in certificates.expiry_warnings(Path(settings.keys)):
                 log.notify(warning)
         with run_superlink(superlink_settings, log.notify) as superlink:
@@ -163,6 +166,7 @@ def resume_server(
                 callback=callback,
                 check_alive=superlink.check_alive,
                 confirm=confirm,
+                signing_key=signing_key,
             )
 
 
@@ -202,14 +206,16 @@ def run_federation(
     callback: Callback,
     check_alive: Callable[[], None] = never_ended,
     confirm: Confirm = confirm_at_terminal,
+    signing_key: ec.EllipticCurvePrivateKey | None = None,
 ) -> Result:
     """Run a federation on any of Flower's Grids: that of a SuperLink, or of the simulation engine.
 
-    `experiment` is the one in the run's folder. `check_alive` raises when the SuperLink has ended.
+    `experiment` is the one in the run's folder. `check_alive` raises when the SuperLink has ended. `signing_key`
+    is that of the server's certificate; it signs the head of the audit log.
     """
     check_can_start_with(experiment, settings)
     site_folder.make_private_folder(out)  # it has the names and metrics of sites
-    with open_console(out, settings, experiment, callback) as console:
+    with open_console(out, settings, experiment, callback, signing_key) as console:
         return _run_with_console(grid, experiment, settings, out, console, check_alive, confirm)
 
 
@@ -257,7 +263,7 @@ def _run_with_console(
         notify(text)
     engine.deliver_model(load_model(out / MODEL_FILE), federated_evaluation.read_site_thresholds(out))
     console.end("finished")
-    engine.end_run(console.audit.last_hash)
+    engine.end_run()
     return result
 
 
@@ -288,6 +294,7 @@ def _create_membership(
         introductions_file=out / server_settings.INTRODUCTIONS_FILE,
         notify=console.notify,
         record=console.record,
+        audit_head=lambda: console.audit_head,
         classes=classes,
         frozen={} if private else sketch_frozen_tensors(method.build_model()),
         # without keys no client is authenticated, so no label set can be registered

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from fedmll.core import files
 from fedmll.core.errors import ConfigError, FederationError
 from fedmll.core.text import printable
 from fedmll.data.images.cache import Progress, no_progress
@@ -23,7 +24,7 @@ from fedmll.deploy.site.server_access import (
     describe_clock_offset,
     wait_for_server,
 )
-from fedmll.deploy.site.site_config import Site, write_site_file
+from fedmll.deploy.site.site_config import SERVER_CERTIFICATE, Site, write_site_file
 from fedmll.deploy.site.site_folder import FLOWER, clear_cache, lock_folder, private_files
 from fedmll.deploy.site.worker import SiteWorker
 from fedmll.training.callbacks import INTERRUPTED
@@ -101,6 +102,8 @@ def _serve(site: Site, access: ServerAccess, show: Callable[[str], None]) -> Sit
     write_site_file(site, site_file)
     deadline = time.monotonic() + access.patience
     while True:
+        if answer.certificate:
+            files.write_atomic(folder / SERVER_CERTIFICATE, answer.certificate)
         settings = SuperNodeSettings(
             server=access.server,
             port=find_free_port(),
@@ -110,7 +113,7 @@ def _serve(site: Site, access: ServerAccess, show: Callable[[str], None]) -> Sit
             ca=None if access.ca is None else str(access.ca),
             key=None if access.key is None else str(access.key),
             passphrase=access.passphrase,
-            server_certificate=answer.certificate,
+            server_certificate=answer.fingerprint,
         )
         child = ChildProcess("supernode", settings)
         try:

@@ -76,8 +76,12 @@ class ServerAccess:
 class ServerAnswer:
     """What a site learns from the server before it joins."""
 
-    certificate: str  # the fingerprint of the server's certificate; empty without TLS
+    certificate: str  # the server's certificate (PEM); empty without TLS
     clock_offset: float | None  # seconds by which this machine's clock is ahead; None: the answer has no date
+
+    @property
+    def fingerprint(self) -> str:
+        return certificate_fingerprint(self.certificate.encode()) if self.certificate else ""
 
 
 def wait_for_server(access: ServerAccess, show: Callable[[str], None]) -> ServerAnswer:
@@ -115,7 +119,7 @@ def _ask_server(access: ServerAccess) -> ServerAnswer:
         client.stream("GET", f"{scheme}://{access.server}/") as response,
     ):
         tls = response.extensions["network_stream"].get_extra_info("ssl_object")
-        certificate = "" if tls is None else certificate_fingerprint(tls.getpeercert(True))
+        certificate = "" if tls is None else ssl.DER_cert_to_PEM_cert(tls.getpeercert(True))
         try:
             server_time = parsedate_to_datetime(response.headers.get("date", ""))
         except ValueError:

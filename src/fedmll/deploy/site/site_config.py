@@ -13,6 +13,8 @@ from fedmll.core.errors import ConfigError
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.deploy.site.approval import delete_setup_record
 
+SERVER_CERTIFICATE = "server.crt"  # next to the site file: the certificate that the server has shown
+
 
 @dataclass(frozen=True, kw_only=True)
 class SiteLimits:
