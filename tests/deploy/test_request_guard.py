@@ -171,6 +171,48 @@ def test_bodies_are_bounded_as_declared_and_as_sent(caller: Caller, monkeypatch:
     assert caller.call("/v1/runtime/acquire-task", caller.headers())[0] == 403
 
 
+def test_requests_and_bytes_of_one_client_at_the_same_time_are_limited(
+    caller: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member opens forty connections and sends 32 MB over each."""
+    monkeypatch.setattr(request_guard, "MAX_BYTES_IN_FLIGHT", 100)
+    other, other_key = "site-b", Caller(tmp_path / "other", "site-b")
+    caller.authenticator.nodes = {**caller.authenticator.nodes, other: other_key.public}
+    caller.authenticator.__post_init__()
+    other_key.guard = caller.guard
+    release = []
+
+    async def slow_app(scope: Any, receive: Any, send: Any) -> None:
+        caller.reached.append((await receive())["body"])
+        await release[-1].wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    caller.guard.app = slow_app
+
+    async def attack(sizes: list[int]) -> list[int]:
+        release.append(asyncio.Event())
+        requests = [
+            asyncio.create_task(caller.acall(OBJECT, caller.headers(content_length=str(size)), b"x" * size))
+            for size in sizes
+        ]
+        await asyncio.sleep(0.1)
+        rejected = [task for task in requests if task.done()]
+        honest = asyncio.create_task(other_key.acall(OBJECT, other_key.headers(content_length="50"), b"y" * 50))
+        await asyncio.sleep(0.05)
+        release[-1].set()
+        assert (await honest)[0] == 200  # the others are not affected
+        statuses = [(await task)[0] for task in requests]
+        assert [statuses[requests.index(task)] for task in rejected] == [503] * len(rejected)
+        return statuses
+
+    assert sorted(asyncio.run(attack([60] * 40))) == [200] + [503] * 39
+    assert sorted(asyncio.run(attack([1] * 40))) == [200] * 8 + [503] * 32
+    assert caller.guard.in_flight == {}  # and afterwards it is served again
+    assert asyncio.run(attack([60])) == [200]
+    assert set(caller.said) == {"site-a sends more at the same time than a site needs; the rest is rejected"}
+    assert len(caller.reached) == 1 + 8 + 1 + 3
+
+
 def test_a_body_that_does_not_arrive_times_out(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_guard, "CHUNK_SECONDS", 0.05)
     sent: list[dict[str, Any]] = []

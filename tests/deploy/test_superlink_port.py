@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import ssl
@@ -32,6 +33,9 @@ from fedmll.deploy.security import certificates, client_keys
 from fedmll.deploy.security.private_keys import load_private_key
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+
+
+NAMES = ("site-a", "site-b", "site-c")
 
 
 class Member:
@@ -68,10 +72,10 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.keys = folder / "keys"
         certificates.create_server_certificate(self.keys, [])
-        for name in ("site-a", "site-b"):
+        for name in NAMES:
             client_keys.create_client_key(self.keys, name)
         certificate, key, ca = map(str, certificates.find_tls_files(self.keys))
-        nodes = client_keys.load_public_keys(self.keys, ["site-a", "site-b"])
+        nodes = client_keys.load_public_keys(self.keys, NAMES)
         secret = str(write_secret(folder / "flower"))
         self.link = SuperLinkSettings(
             host="127.0.0.1",
@@ -134,6 +138,33 @@ def test_request_sizes_of_members_are_limited(world: World, own: SuperLinkConnec
     except httpx.TransportError:
         return  # it hung up while we were sending
     assert answer.status_code == 413
+
+
+def test_a_member_with_forty_connections_occupies_little_memory(world: World, own: SuperLinkConnection) -> None:
+    """Forty connections that send 32 MB each: 1.6 GB, if all of it were read."""
+    member, honest = world.member("site-a"), world.member("site-c")
+    assert member.activate().status_code == 200
+    assert honest.activate().status_code == 200
+    before, path, body = memory_of(own.child.process.pid), "/v1/fleet/push-object", b"x" * (32 * 2**20 - 100)
+    headers = {name: str(value) for name, value in member.headers(path, body).items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    request = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{lines}\r\n".encode()
+    context, streams, largest = ssl.create_default_context(cafile=world.link.ca), [], 0
+    for _ in range(40):
+        plain = socket.create_connection(("127.0.0.1", world.link.port), 10)
+        streams.append(context.wrap_socket(plain, server_hostname="localhost"))
+    for stream in streams:
+        with contextlib.suppress(OSError):  # the server has hung up
+            stream.sendall(request + body[:-1])  # the last byte never comes
+        largest = max(largest, memory_of(own.child.process.pid))
+    node = NodeProto(node_id=node_of(honest))
+    assert honest.post("pull-messages", PullMessagesRequest(node=node)).status_code == 200
+    assert largest - before < 200
+    assert "site-a sends more at the same time than a site needs; the rest is rejected" in world.heard(own)
+    for stream in streams:
+        stream.close()
+    time.sleep(0.5)
+    assert member.activate().status_code == 200  # when its connections are closed, it is served again
 
 
 def test_half_open_connections_are_closed(world: World, own: SuperLinkConnection) -> None:

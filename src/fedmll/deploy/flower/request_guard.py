@@ -2,9 +2,9 @@
 
 - TimeoutProtocol closes connections that send nothing.
 - RequestGuard: Flower reads a whole request before it checks the sender, and its signature covers the time only. Here
-  the headers must authenticate the client first, for this server, path, body and time (`sign_request`), and no body may
-  be larger than such a request can be. Nodes reach the Fleet API, this machine the Runtime API,
-  and nobody anything else.
+  the headers must authenticate the client first, for this server, path, body and time (`sign_request`). No body may be
+  larger than such a request can be, and a client has few requests and bytes in flight. Nodes reach the Fleet API, this
+  machine the Runtime API, and nobody anything else.
 - ReplyPushGuard: a client can reply only for itself, and with as many bytes as a valid reply has.
 - NoticeWriter passes notices for the operator to the server's process.
 """
@@ -20,6 +20,7 @@ import resource
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -62,6 +63,7 @@ MAX_BYTES = {
     RUNTIME + "push-messages": LISTS,
     RUNTIME + "push-task-output": OBJECT,
 }
+MAX_REQUESTS_IN_FLIGHT, MAX_BYTES_IN_FLIGHT = 8, 40 * 1024**2  # of one client at the same time
 CHUNK_SECONDS, BODY_SECONDS = 20.0, 600.0  # between two chunks of a body, and for all of it
 POLL_SECONDS = 2.0  # an idle node asks for messages several times in this time
 SILENT_SECONDS = 35.0  # a node that works sends a heartbeat every 30 s
@@ -227,6 +229,7 @@ class RequestGuard:
 
     def __init__(self, app: App, authenticator: ClientAuthenticator | None = None) -> None:
         self.app, self.authenticator = app, authenticator
+        self.in_flight: dict[str, list[int]] = {}  # client → the sizes of its requests that are not answered yet
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -235,15 +238,14 @@ class RequestGuard:
         if scope["type"] != "http":
             return
         try:
-            body = await self._read_request(scope, receive)
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            client = await self._authenticate(scope, headers)
+            with self._admit(client, _body_size(scope["path"], headers)):
+                body = await self._read_request(scope["path"], headers, receive)
+                if body is not None:
+                    await self.app(scope, _replay(body, receive), send)
         except RequestRejected as error:
             await _send_rejection(send, error)
-            return
-        except TimeoutError:
-            await _send_rejection(send, RequestRejected(408))
-            return
-        if body is not None:
-            await self.app(scope, _replay(body, receive), send)
 
     @staticmethod
     def is_allowed(scope: Any) -> bool:
@@ -253,24 +255,64 @@ class RequestGuard:
         local = path.startswith(RUNTIME) and client in (*LOOPBACK, server)
         return scope["type"] == "http" and (local or path.startswith(FLEET))
 
-    async def _read_request(self, scope: Any, receive: Any) -> bytes | None:
-        """The body of an accepted request; None if the client has hung up. Raises RequestRejected."""
+    async def _authenticate(self, scope: Any, headers: Mapping[str, str]) -> str | None:
+        """The client of a request: its name, or without keys its address. None: this machine's server."""
         path = scope["path"]
         if not self.is_allowed(scope):
             raise RequestRejected(403)
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if path.startswith(FLEET) and self.authenticator is not None:
-            name = self.authenticator.identify(headers, path)
-            await self.authenticator.register_program(name, headers.get(INSTANCE_HEADER, "")[:64], path)
-        max_bytes, declared = MAX_BYTES.get(path, SMALL), headers.get("content-length", "0")
-        if not declared.isdigit() or int(declared) > max_bytes:
-            raise RequestRejected(413)
-        async with asyncio.timeout(BODY_SECONDS):
-            body = await _read_body(receive, max_bytes)
+        if not path.startswith(FLEET):
+            return None
+        if self.authenticator is None:
+            return str((scope.get("client") or ("",))[0])
+        name = self.authenticator.identify(headers, path)
+        await self.authenticator.register_program(name, headers.get(INSTANCE_HEADER, "")[:64], path)
+        return name
+
+    @contextmanager
+    def _admit(self, client: str | None, size: int) -> Iterator[None]:
+        """Limit the requests of one client that are worked on at the same time, and their bytes.
+
+        Bodies are in memory. A SuperNode sends two objects at a time, and repeats a request that is answered with 503.
+        """
+        if client is None:
+            yield
+            return
+        sizes = self.in_flight.setdefault(client, [])
+        if len(sizes) >= MAX_REQUESTS_IN_FLIGHT or sum(sizes) + size > MAX_BYTES_IN_FLIGHT:
+            if self.authenticator is not None:
+                self.authenticator.notify(
+                    f"{client} sends more at the same time than a site needs; the rest is rejected"
+                )
+            raise RequestRejected(503)
+        sizes.append(size)
+        try:
+            yield
+        finally:
+            sizes.remove(size)
+            if not sizes:
+                del self.in_flight[client]
+
+    async def _read_request(self, path: str, headers: Mapping[str, str], receive: Any) -> bytes | None:
+        """The body of an accepted request; None if the client has hung up. Raises RequestRejected."""
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await _read_body(receive, MAX_BYTES.get(path, SMALL))
+        except TimeoutError:
+            raise RequestRejected(408) from None
         is_signed = path.startswith(FLEET) and self.authenticator is not None
         if is_signed and body is not None and hashlib.sha256(body).hexdigest() != headers[BODY_HEADER]:
             raise RequestRejected(401, format_rejection(RejectionCode.UNKNOWN))
         return body
+
+
+def _body_size(path: str, headers: Mapping[str, str]) -> int:
+    """How many bytes the body may have: as declared, or as many as such a request can have."""
+    max_bytes, declared = MAX_BYTES.get(path, SMALL), headers.get("content-length")
+    if declared is None:
+        return max_bytes
+    if not declared.isdigit() or int(declared) > max_bytes:
+        raise RequestRejected(413)
+    return int(declared)
 
 
 async def _read_body(receive: Any, max_bytes: int) -> bytes | None:
