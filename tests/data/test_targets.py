@@ -43,7 +43,7 @@ def test_targets_other_than_1_0_and_minus_1_are_rejected() -> None:
     for wrong in (2, -2):
         with pytest.raises(DataError, match=f"the label of sample 0 for class 'b' is {wrong}"):
             parse_targets(np.array([[1, wrong]]), ("a", "b"), "here")
-    with pytest.raises(DataError, match=r"\(1, 2, 1\), and there are 2 classes"):
+    with pytest.raises(DataError, match=r"labels have the shape \(1, 2, 1\)\."):
         parse_targets(np.zeros((1, 2, 1), int), ("a", "b"), "here")
 
 

@@ -123,7 +123,7 @@ def _read(path: Path) -> dict[str, Any]:
         checksum = values["checksum"]
     except OSError as error:
         raise ConfigError(f"partition.file = '{path}' cannot be read ({error.strerror}).") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"partition.file = '{path}' is not a file of `fedmll data freeze` ({error}).") from None
     if checksum != _checksum(values):
         raise ConfigError(f"partition.file = '{path}' was changed after it was written: its checksum differs.")

@@ -17,6 +17,7 @@ TRAIN, VALIDATION, TEST = 0, 1, 2
 TEST_SHARE = 0.2  # fraction of the samples of a source without a split
 SPLIT_SEED = 0  # of that split; independent of the experiment's seed
 NAMED_CLASSES = 5
+MOST_CLASSES = 25_000  # of class numbers without names; the largest published label sets have about 22,000
 
 
 def one_hot(numbers: NDArray[np.integer], classes: int, where: str) -> NDArray[np.int8]:
@@ -34,12 +35,11 @@ def one_hot(numbers: NDArray[np.integer], classes: int, where: str) -> NDArray[n
 
 def parse_targets(labels: NDArray[np.generic], classes: tuple[str, ...], where: str) -> NDArray[np.int8]:
     """Targets from an array: one column per class with 1, 0 or -1 (unknown), or one class number per sample."""
-    if labels.dtype.kind not in "iub":
-        raise DataError(f"{where}: labels must be whole numbers; they are {labels.dtype}. Store them as int8.")
+    check_labels(labels, where)
     numbers = labels.astype(np.int64) if labels.dtype.kind == "b" else labels
     if numbers.ndim == 1:
         return one_hot(numbers, len(classes), where)  # type: ignore[arg-type]
-    if numbers.ndim != 2 or numbers.shape[1] != len(classes):
+    if numbers.shape[1] != len(classes):
         raise DataError(
             f"{where}: labels have the shape {numbers.shape}, and there are {len(classes)} classes. One row per "
             "sample and one column per class are needed, or one class number per sample."
@@ -52,6 +52,31 @@ def parse_targets(labels: NDArray[np.generic], classes: tuple[str, ...], where: 
             "1 (present), 0 (absent) or -1 (unknown)."
         )
     return numbers.astype(np.int8)
+
+
+def check_labels(labels: NDArray[np.generic], where: str) -> None:
+    """Reject an array that cannot be labels, whatever the classes are."""
+    if labels.dtype.kind not in "iub":
+        raise DataError(f"{where}: labels must be whole numbers; they are {labels.dtype}. Store them as int8.")
+    if labels.ndim not in (1, 2):
+        raise DataError(
+            f"{where}: labels have the shape {labels.shape}. One row per sample and one column per class are needed, "
+            "or one class number per sample."
+        )
+
+
+def count_classes(labels: NDArray[np.generic], where: str) -> int:
+    """The number of classes of labels without class names: columns, or the largest class number plus one."""
+    check_labels(labels, where)
+    if labels.ndim == 2:
+        return labels.shape[1]
+    largest = int(labels.max(initial=0))
+    if largest >= MOST_CLASSES:
+        raise DataError(
+            f"{where}: sample {int(labels.argmax())} has the class number {largest}; class numbers go from 0 to "
+            f"{MOST_CLASSES - 1:,}, without gaps. Renumber the classes."
+        )
+    return largest + 1
 
 
 def draw_split(labels: NDArray[np.int8], patients: NDArray[np.str_] | None = None) -> NDArray[np.int8]:
@@ -116,6 +141,8 @@ def _strata(present: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
 
 
 def check_classes(classes: tuple[str, ...], where: str) -> None:
+    if not classes:
+        raise DataError(f"{where} has no classes. At least one is needed, with a label for each sample.")
     repeated = [name for name, count in Counter(classes).items() if count > 1]
     if repeated:
         raise DataError(

@@ -65,10 +65,11 @@ def find(root: Path | None) -> Path | None:
 
 
 def _dataset(images: NDArray[Any], numbers: NDArray[Any], place: Path, request: SourceRequest) -> Dataset:
-    if images.dtype != np.uint8 or images.shape[1:] != (SIDE, SIDE, 3) or numbers.shape != (len(images),):
+    whole = numbers.shape == (len(images),) and numbers.dtype.kind in "iu"
+    if images.dtype != np.uint8 or images.shape[1:] != (SIDE, SIDE, 3) or not whole:
         raise DataError(
             f"'{place}': CIFAR-10 images are uint8 (N, {SIDE}, {SIDE}, 3) with one class number each; these are "
-            f"{images.dtype} {images.shape} with labels {numbers.shape}. Is it another dataset?"
+            f"{images.dtype} {images.shape} with labels {numbers.dtype} {numbers.shape}. Is it another dataset?"
         )
     store = resized(np.ascontiguousarray(images.transpose(0, 3, 1, 2)), request.size, request.progress)
     return Dataset(store, one_hot(numbers.astype(np.int64), len(CLASSES), f"'{place}'"), CLASSES)

@@ -83,7 +83,7 @@ def _read(file: Path, problems: Problems) -> tuple[list[str], NDArray[np.int8], 
         row = {image["id"]: place for place, image in enumerate(found["images"])}
         files = [str(image["file_name"]) for image in found["images"]]
         pairs = [(note["image_id"], note["category_id"]) for note in found["annotations"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.add(f"'{file.name}' is not a COCO annotation file ({type(error).__name__}: {error}). Unpack it again.")
         return None
     unknown = [f"image {image}, category {kind}" for image, kind in pairs if image not in row or kind not in column]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fedmll.data.targets import one_hot
 CLASSES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 TRAIN, TEST = "train", "t10k"
+LARGEST = 2**30  # bytes; Fashion-MNIST has 47 million
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 HOST = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 FILES = {
@@ -66,12 +68,14 @@ def _dataset(folder: Path, part: str, request: SourceRequest) -> Dataset:
 def _read_idx(file: Path) -> NDArray[np.uint8]:
     """An idx file: two zero bytes, 8 for uint8, the number of dimensions, their sizes (big-endian), then the values."""
     try:
-        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        if content[:3] != b"\0\0\x08":
-            raise ValueError("it does not begin like one")
-        dimensions = content[3]
-        shape = np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)
-        return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions).reshape(tuple(map(int, shape)))
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            start = stream.read(4)
+            if start[:3] != b"\0\0\x08":
+                raise ValueError("it does not begin like one")
+            shape = np.frombuffer(stream.read(4 * start[3]), dtype=">u4", count=start[3]).tolist()
+            if math.prod(shape) > LARGEST:
+                raise ValueError(f"it declares the shape {tuple(shape)}")
+            return np.frombuffer(stream.read(math.prod(shape) + 1), dtype=np.uint8).reshape(shape)
     except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
         raise DataError(f"'{file}' is not a complete idx file of bytes ({error}). Get it again.") from None
 

@@ -13,7 +13,7 @@ from fedmll.core.registry import register
 from fedmll.data.dataset import Dataset, Splits
 from fedmll.data.sources.base import Source, SourceRequest
 from fedmll.data.sources.npz import class_names, read_npz
-from fedmll.data.targets import check_classes, check_positives, parse_targets
+from fedmll.data.targets import check_classes, check_positives, count_classes, parse_targets
 
 
 def load(request: SourceRequest) -> Splits:
@@ -21,7 +21,8 @@ def load(request: SourceRequest) -> Splits:
     if request.size is not None:
         raise ConfigError(f"data.size is set, and '{file}' has feature vectors, which have no size. Leave it out.")
     arrays = read_npz(file, ("x_train", "y_train", "x_test", "y_test"), ("classes",))
-    classes = class_names(arrays, _class_count(arrays["y_train"], arrays["y_test"]))
+    count = max(count_classes(arrays[f"y_{part}"], f"'{file}', y_{part}") for part in ("train", "test"))
+    classes = class_names(arrays, count, f"'{file}'")
     check_classes(classes, f"'{file}'")
     train, test = (_dataset(arrays, part, classes, file) for part in ("train", "test"))
     if train.sample_shape != test.sample_shape:
@@ -32,10 +33,6 @@ def load(request: SourceRequest) -> Splits:
     if request.require_positives:
         check_positives(train, f"'{file}'")
     return Splits(train, test)
-
-
-def _class_count(*labels: NDArray[Any]) -> int:
-    return max(array.shape[1] if array.ndim == 2 else int(array.max(initial=0)) + 1 for array in labels)
 
 
 def _dataset(arrays: dict[str, NDArray[Any]], part: str, classes: tuple[str, ...], file: Path) -> Dataset:

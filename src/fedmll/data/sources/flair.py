@@ -214,7 +214,7 @@ def _from_json(root: Path, problems: Problems) -> FlairListing:
                 continue
             if f"{image}.jpg" not in there:
                 missing.append(f"'{image}.jpg'")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.add(f"'{METADATA}' cannot be read as JSON ({error}). Copy it again.")
     if wrong:
         problems.add(

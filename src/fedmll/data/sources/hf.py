@@ -45,7 +45,7 @@ class RowGroup:
 
 def load(request: SourceRequest) -> Splits:
     try:
-        import pyarrow  # noqa: F401
+        import pyarrow
     except ImportError:
         raise DataError("Hugging Face datasets are read with pyarrow: pip install 'fedmll[tables]'.") from None
     folder = request.file()
@@ -58,7 +58,10 @@ def load(request: SourceRequest) -> Splits:
     schema = _schema(pieces[0].file)
     image, column = _columns(schema, problems)
     problems.report()
-    values = [value for piece in pieces for value in _read(piece, column)[column].to_pylist()]
+    try:
+        values = [value for piece in pieces for value in _read(piece, column)[column].to_pylist()]
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{where}: the labels cannot be read ({str(error)[:120]}). Copy the files again.") from None
     classes, labels = _labels(values, _names(schema, column), column, problems)
     encoded = _encoded(pieces, image)
     images = decoded_images(_key(files), lambda: encoded, request.size, request.reading, request.progress)
@@ -139,10 +142,12 @@ def _columns(schema: Any, problems: Problems) -> tuple[str, str]:
 
 def _names(schema: Any, column: str) -> list[str] | None:
     """The class names of numeric labels, from the dataset's features."""
-    text = (schema.metadata or {}).get(b"huggingface")
-    feature = json.loads(text).get("info", {}).get("features", {}).get(column) if text else None
-    inner = feature.get("feature", feature) if isinstance(feature, dict) else (feature or [None])[0]
-    return inner.get("names") if isinstance(inner, dict) else None
+    try:
+        feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
+        inner = feature.get("feature", feature) if isinstance(feature, dict) else feature[0]
+        return [str(name) for name in inner["names"]]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return None
 
 
 def _labels(
@@ -152,18 +157,22 @@ def _labels(
     seen = {value for row in values if row is not None for value in row}
     if names is None and not all(isinstance(value, str) for value in seen):
         problems.add(f"the column '{column}' has numbers, and the dataset does not say which class each is.")
-        names = [f"class {number}" for number in range(1 + max((int(v) for v in seen), default=0))]
+        names = []
     classes = tuple(names) if names is not None else tuple(sorted(seen))
     place = {name: number for number, name in enumerate(classes)}
-    strange = sorted(str(v) for v in seen if (v not in place if isinstance(v, str) else not 0 <= v < len(classes)))
-    if strange:
-        problems.add(f"the column '{column}' has {abbreviate(strange)}, and the classes are {len(classes)}.")
+    column_of = {value: place.get(value, value) for value in seen}  # a number is the column itself
+    wrong = {v for v, number in column_of.items() if not isinstance(number, int) or not 0 <= number < len(classes)}
+    if wrong and classes:
+        problems.add(
+            f"the column '{column}' has {abbreviate(sorted(map(str, wrong)))}; there are {len(classes)} classes."
+        )
+    elif not classes and not problems.found:
+        problems.add(f"the column '{column}' names no class in any row.")
     labels = np.full((len(values), len(classes)), -1, dtype=np.int8)
     for row, listed in enumerate(values):
         if listed is not None:
-            columns = [place.get(value, -1) if isinstance(value, str) else int(value) for value in listed]
             labels[row] = 0
-            labels[row, [number for number in columns if 0 <= number < len(classes)]] = PRESENT
+            labels[row, [column_of[value] for value in listed if value not in wrong]] = PRESENT
     return classes, labels
 
 

@@ -121,8 +121,10 @@ def _check(images: NDArray[Any], labels: NDArray[Any], part: str, classes: int, 
         problems.add(
             f"'{part}_images' must be uint8 (N, side, side) or (N, side, side, 3); it is {images.dtype} {images.shape}."
         )
-    if labels.ndim != 2 or labels.shape[1] not in (1, classes):
-        problems.add(f"'{part}_labels' must be (N, 1) or (N, {classes}); it is {labels.shape}.")
+    if labels.ndim != 2 or labels.shape[1] not in (1, classes) or labels.dtype.kind not in "iu":
+        problems.add(
+            f"'{part}_labels' must be whole numbers (N, 1) or (N, {classes}); it is {labels.dtype} {labels.shape}."
+        )
     if len(images) != len(labels):
         problems.add(f"there are {len(images)} {part} images and {len(labels)} labels of them.")
 

@@ -58,7 +58,7 @@ def load(request: SourceRequest) -> Splits:
     patients = PATIENTS if group is None else (group,)
     needed = ("offset", "labels", "classes", *(() if group is None else (group,)))
     arrays = read_npz(file, needed, ("split", "is_test", "name", "client", *PATIENTS))
-    classes = class_names(arrays, 0)
+    classes = class_names(arrays, 0, where)
     check_classes(classes, where)
     labels = parse_targets(arrays["labels"], classes, where)
     _check_lengths(arrays, len(labels), where)
@@ -90,6 +90,13 @@ def _split(arrays: dict[str, NDArray[Any]]) -> NDArray[np.integer] | None:
 
 
 def _check_lengths(arrays: dict[str, NDArray[Any]], samples: int, where: str) -> None:
+    for name, values in arrays.items():
+        numbers = name in ("offset", "split", "is_test")
+        if name != "labels" and (values.ndim != 1 or (numbers and values.dtype.kind not in "iub")):
+            raise DataError(
+                f"{where}: '{name}' must be one {'whole number' if numbers else 'text'} per entry; it is "
+                f"{values.dtype} {values.shape}."
+            )
     expected = dict.fromkeys(arrays, samples) | {"offset": samples + 1, "classes": len(arrays["classes"])}
     for name, length in expected.items():
         if len(arrays[name]) != length:
@@ -105,7 +112,7 @@ def _key(file: Path, offset: NDArray[np.integer]) -> str:
             digest = hashlib.file_digest(jpegs, "sha256")  # type: ignore[arg-type]
     except KeyError:
         raise DataError(f"'{file}' has no array 'jpeg': it holds labels without images.") from None
-    except (OSError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged archive can raise almost anything
         raise DataError(f"The images of '{file}' cannot be read ({error}). Copy the file again.") from None
     digest.update(offset.astype(np.int64).tobytes())
     return digest.hexdigest()
@@ -113,6 +120,10 @@ def _key(file: Path, offset: NDArray[np.integer]) -> str:
 
 def _encoded(file: Path, arrays: dict[str, NDArray[Any]]) -> EncodedImages:
     jpeg, offset = read_npz(file, ("jpeg",))["jpeg"], arrays["offset"]
+    if jpeg.ndim != 1 or jpeg.dtype != np.uint8:
+        raise DataError(
+            f"'{file}': 'jpeg' must be the bytes of all images, uint8 (N,); it is {jpeg.dtype} {jpeg.shape}."
+        )
     if offset[0] != 0 or offset[-1] != len(jpeg) or (np.diff(offset) <= 0).any():
         raise DataError(
             f"'{file}': 'offset' must rise from 0 to {len(jpeg)}, the length of 'jpeg'. Pack the images again."
