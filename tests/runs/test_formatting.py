@@ -54,6 +54,6 @@ def test_method_options_are_shown_in_groups(capsys: pytest.CaptureFixture[str]) 
     methods.show_method("fedprox")
     said = capsys.readouterr().out
     proximal, _, average = said.partition("part 'proximal'")[2].partition("average 'mean'")
-    assert {"mu", "strongly", "held", "≥", "0.01"} <= set(proximal.split())
+    assert {"mu", "strength", "penalty", "≥", "0.01"} <= set(proximal.split())
     assert {"weighting", "size,", "equal", "size"} <= set(average.split())
-    assert "strongly" not in average
+    assert "penalty" not in average

@@ -258,7 +258,7 @@ class ModelSettings(SettingsSection):
     """The network."""
 
     backbone: str = Field(default=AUTO, description="The backbone. auto: convnet; for feature vectors, mlp.")
-    channels: Annotated[tuple[Width, ...], Field(min_length=1)] = Field(
+    channels: tuple[Width, ...] = Field(
         default=(32, 64, 128, 128),
         description="Channels of convnet's blocks, widths of mlp's layers; the last value is the width of vit's "
         "layers.",
