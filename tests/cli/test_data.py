@@ -189,3 +189,8 @@ def test_published_hashes_are_well_formed() -> None:
                 assert kind == "md5" and len(digest) == 32 and int(digest, 16), name
                 assert argument in source.variants or source.file or not argument
                 assert "/" not in file.file and "?" not in file.file
+
+
+def test_impossible_setting_of_data_check_is_explained() -> None:
+    said = tell("data", "check", "digits", "--set", "data.size=-1")
+    assert isinstance(said.exception, ConfigError) and "data.size" in str(said.exception)

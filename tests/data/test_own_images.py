@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -456,3 +457,25 @@ def test_dermamnist_composites_of_ham10000() -> None:
     assert len(splits.train) == 7068 + 21 * 50
     assert splits.notes == ("images: 200 × 150 resized to 28 × 28 (data.size = 28)",)
     assert splits.size == (28, 28)
+
+
+def test_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    """A site reads it; an experiment, which is stored as text, says what to do."""
+    hospital(tmp_path)
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/im\xff"))
+    (tmp_path / "images").rename(folder)
+    here = Site(
+        name="north",
+        csv=tmp_path / "labels.csv",
+        images=folder,
+        state_dir=tmp_path / "state",
+        ignore=("patient", "age", "note"),
+    )
+    assert site_data.check_site_data(here).images == 40
+    data = site_data.load_site_data(here, ("sick", "old"), (1, 12, 16), seed=0, holdout=0.2)
+    assert len(data.train) + len(data.held_out) == 40
+    with pytest.raises(ConfigError, match=r"data\.root: the path is not UTF-8, .*; rename it, or give a link"):
+        Experiment().changed({"data.root": str(folder)})
+    (tmp_path / "link").symlink_to(folder)
+    splits = load(f"folder:{tmp_path / 'labels.csv'}", tmp_path / "link", reading=here.reading)
+    assert len(splits.train) + len(splits.test) == 40

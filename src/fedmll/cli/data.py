@@ -185,15 +185,15 @@ Name = Annotated[str, typer.Argument(help="A data source (see `fedmll data list`
 def load_splits(name: str, root: Path | None, skip_unreadable: bool, settings: list[str] | None) -> Splits:
     """Load data with these settings of the section [data]."""
     from fedmll.cli.display import RunProgress
-    from fedmll.config.settings import DataSettings
+    from fedmll.config.experiment import Experiment
     from fedmll.data import sources
 
     overrides = parse_settings(settings)
     wrong = next((key for key in overrides if not key.startswith("data.")), None)
     if wrong is not None:
         raise ConfigError(f"--set {wrong} has no effect here; use only data.… settings.")
-    values: dict[str, Any] = {key.removeprefix("data."): value for key, value in overrides.items()}
-    data = DataSettings(**values | {"name": name, "root": root, "skip_unreadable": skip_unreadable})
+    given: dict[str, Any] = {"data.name": name, "data.root": root, "data.skip_unreadable": skip_unreadable}
+    data = Experiment().changed(overrides | given).data
     with RunProgress(0) as progress:
         return sources.load(
             data.name, data.root, data.size, 0, data.composition, progress.on_setup_progress, data.reading,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ from fedmll.core.errors import ConfigError
 
 
 def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
+    absolute = path.expanduser().absolute()
+    if str(absolute) != os.fsencode(absolute).decode("utf-8", "replace"):
+        raise ValueError("the path is not UTF-8, so an experiment cannot store it; rename it, or give a link to it")
+    return absolute
 
 
 def _absolute_file_argument(name: str) -> str:

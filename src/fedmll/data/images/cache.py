@@ -70,7 +70,7 @@ def content_key(*parts: object) -> str:
             digest.update(f"{part.dtype.str} {part.shape}\x1f".encode())
             digest.update(np.ascontiguousarray(part).view(np.uint8).data)
         else:
-            digest.update(f"{part}\x1f".encode())
+            digest.update(f"{part}\x1f".encode(errors="surrogateescape"))  # file names need not be UTF-8
     return digest.hexdigest()
 
 
