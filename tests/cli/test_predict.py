@@ -206,5 +206,5 @@ def test_export_and_errors_of_a_run_whose_data_is_gone(fedmll, tmp_path: Path) -
     code, out, error = fedmll("export", "moved")
     assert code == 0, error
     assert "moved/export/model.onnx" in out and (tmp_path / "moved" / "export" / "README.md").is_file()
-    assert fedmll("export", "moved/model.safetensors", "--to", "torchscript", "--out", "script")[0] == 0
+    assert fedmll("export", "moved/model.safetensors", "--to", "pt2", "--out", "program")[0] == 0
     refused(fedmll("export", "moved", "--to", "coreml"), "not to 'coreml'")

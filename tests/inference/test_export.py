@@ -1,17 +1,21 @@
-"""Exported models, run by onnxruntime and TorchScript: every method, every backbone, any number of samples, against
+"""Exported models, run by onnxruntime and torch.export: every method, every backbone, any number of samples, against
 PyTorch; and the card beside them."""
 
 from __future__ import annotations
 
-import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import small
 from numpy.typing import NDArray
+from PIL import Image
 
 from fedmll import load_run, run
 from fedmll.config.experiment import Experiment
@@ -106,19 +110,26 @@ def test_onnx_of_every_backbone(name: str, tmp_path: Path) -> None:
     check_onnx(model_of(small(model__backbone=name, **settings), shape, tmp_path), tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fednca-ml", "fedctran"])
-def test_torchscript_takes_any_number(name: str, tmp_path: Path) -> None:
-    made = small(method__name=name, model__channels=(8, 8), **SMALL.get(name, {}))
-    model = model_of(made, (1, 8, 8), tmp_path)
-    file, _ = export(model, "torchscript", tmp_path / "out")
+@pytest.mark.parametrize(
+    "name", ["convnet", "mlp", "mobilenet-v2", "resnet18", "vit", "fednca-ml", "fedctran", "fedlgt", "private-fedavg"]
+)
+def test_pt2_predicts_as_fedmll_for_any_number_of_samples(name: str, tmp_path: Path) -> None:
+    if name in BACKBONES:
+        shape, settings = BACKBONES[name]
+        model = model_of(small(model__backbone=name, **settings), shape, tmp_path)
+    else:
+        made = small(method__name=name, model__channels=(8, 8), **SMALL.get(name, {}))
+        model = model_of(made, (1, 8, 8), tmp_path)
+    file = export(model, "pt2", tmp_path / "out")[0]
     extra = {"classes": ""}
-    traced = torch.jit.load(io.BytesIO(file.read_bytes()), _extra_files=extra)
+    module = torch.export.load(file, extra_files=extra).module()
     assert json.loads(extra["classes"]) == list(CLASSES)
     for count in (1, 4):
         samples = samples_of(model.sample_shape, count)
         known = [torch.tensor([[-1, 1, -1]] * count, dtype=torch.int8)] if model.takes_known_labels else []
         wanted = model.predict(samples, {"b": 1} if known else None)
-        np.testing.assert_allclose(traced(torch.from_numpy(samples), *known).numpy(), wanted, atol=1e-5)
+        found = module(torch.from_numpy(samples), *known).detach().numpy()
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +142,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_exported_with_its_card(finished: Path, tmp_path: Path) -> None:
     saved = load_run(finished)
     for kind in FORMATS:
-        file, readme = export(saved, kind, tmp_path / kind)
+        file, readme, *_ = export(saved, kind, tmp_path / kind)
         assert file.is_file() and file.name in readme.read_text()
     np.testing.assert_array_equal(
         load_model(tmp_path / "safetensors" / "model.safetensors").predict(np.zeros((1, 1, 16, 16), np.uint8)),
@@ -188,3 +199,97 @@ def test_class_names_are_neither_html_nor_links_in_the_card(tmp_path: Path) -> N
     shown = [token.content for token in inline if token.type == "text"]
     for name in NAMES:
         assert " ".join(name.split()) in " ".join("".join(shown).split()), name
+
+
+GREY, COLOUR, DEEP = "grey", "colour", "deep"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs on 8-bit grey, colour and 12-bit images."""
+    folder, generator = tmp_path_factory.mktemp("runs"), np.random.default_rng(0)
+    for kind, shape in ((GREY, (9, 12)), (COLOUR, (12, 9, 3)), (DEEP, (12, 12))):
+        (folder / f"{kind}-images").mkdir()
+        lines = ["image,a,b"]
+        for place in range(24):
+            pixels = generator.integers(0, 4096 if kind == DEEP else 256, shape)
+            image = Image.fromarray(pixels.astype(np.uint16 if kind == DEEP else np.uint8))
+            image.save(folder / f"{kind}-images" / f"{place}.png")
+            lines.append(f"{kind}-images/{place}.png,{place % 2},{place // 2 % 2}")
+        (folder / f"{kind}.csv").write_text("\n".join(lines) + "\n")
+        settings = {"data__limit": None, "partition__clients": 2, "training__batch_size": 4, "training__rounds": 2}
+        settings |= {"data__size": 11, "training__lr": 0.05, "data__name": f"folder:{folder / f'{kind}.csv'}"}
+        run(small(**settings), folder / kind)
+    return {kind: folder / kind for kind in (GREY, COLOUR, DEEP)}
+
+
+def odd_images(folder: Path, deep: bool) -> list[Path]:
+    """Images of many modes and sizes, as a user may have them."""
+    generator, images = np.random.default_rng(1), {}
+    for name, size in (("same", (11, 11)), ("odd", (37, 23)), ("wide", (5, 90)), ("one", (1, 1))):
+        images[f"{name}.png"] = Image.fromarray(generator.integers(0, 256, size, dtype=np.uint8))
+        images[f"{name}-colour.png"] = Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8))
+        if deep:
+            images[f"{name}-12.png"] = Image.fromarray(generator.integers(0, 4096, size).astype(np.uint16))
+            images[f"{name}-32.tif"] = Image.fromarray(generator.normal(2000, 2000, size).astype(np.float32))
+    images["palette.png"] = images["odd-colour.png"].convert("P")
+    images["alpha.png"] = images["odd-colour.png"].convert("RGBA")
+    images["black-and-white.png"] = images["odd.png"].convert("1")
+    images["photo.jpg"] = images["odd-colour.png"]
+    folder.mkdir()
+    for name, image in images.items():
+        image.save(folder / name)
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", [GREY, COLOUR, DEEP])
+@pytest.mark.parametrize("to", ["onnx", "pt2"])
+def test_preprocess_script_predicts_as_fedmll_does(
+    fedmll: Any, runs: dict[str, Path], kind: str, to: str, tmp_path: Path
+) -> None:
+    """The script runs in a folder in which fedmll cannot be imported."""
+    code, out, error = fedmll("export", runs[kind], "--to", to, "--out", "exported")
+    assert code == 0 and "exported/preprocess.py" in out, error
+    paths = odd_images(tmp_path / "odd", kind == DEEP)
+    code, _, error = fedmll("predict", runs[kind], *paths, "--out", "expected.json")
+    assert code == 0, error
+    expected = {row["image"]: row["probabilities"] for row in json.loads((tmp_path / "expected.json").read_text())}
+    (tmp_path / "exported" / "fedmll.py").write_text("raise ImportError('preprocess.py must not need fedmll')")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def script(*arguments: str) -> str:
+        command = [sys.executable, "preprocess.py", *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path / "exported", capture_output=True, text=True, env=environment, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    found = json.loads(script(*map(str, paths)))
+    assert found.keys() == expected.keys()
+    for path, probabilities in expected.items():
+        for name, value in probabilities.items():
+            assert found[path][name] == pytest.approx(value, abs=1e-4), (path, name)
+    assert len({round(row["a"], 3) for row in found.values()}) > 3  # the images are told apart
+    assert "the largest difference to the expected probabilities is" in script("--check")
+    settings = json.loads((tmp_path / "exported" / "preprocess.json").read_text())
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert all(f"| {value:.6f} |" in card for value in settings["example"]["probabilities"])
+    assert "from preprocess import predict" in card and "Resampling.BILINEAR" in card
+
+
+def test_preprocess_check_fails_if_the_example_does_not_fit(runs: dict[str, Path], tmp_path: Path) -> None:
+    files = export(load_run(runs[GREY]), "onnx", tmp_path)
+    settings = json.loads((tmp_path / "preprocess.json").read_text())
+    settings["shape"] = [1, 11, 11]
+    settings["example"]["probabilities"][0] += 0.001
+    (tmp_path / "preprocess.json").write_text(json.dumps(settings))
+    done = subprocess.run([sys.executable, str(tmp_path / "preprocess.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 1 and "is 0.001" in done.stdout
+    assert {file.name for file in files} == {
+        "model.onnx",
+        "README.md",
+        "preprocess.py",
+        "preprocess.json",
+        "example.png",
+    }

@@ -116,7 +116,7 @@ def arguments(command: str, model: Path, images: Path, out: Path) -> list[str]:
         return ["validate", str(model), "--csv", str(images / "labels.csv"), "--images", str(images)]
     if command == "predict":
         return ["predict", str(model), str(images / "0.png")]
-    kind = "torchscript" if command == "export" else "safetensors"
+    kind = "pt2" if command == "export" else "safetensors"
     return ["export", str(model), "--to", kind, "--out", str(out)]
 
 

@@ -97,7 +97,7 @@ def test_calibrated_probabilities_are_used_everywhere(folder: Path) -> None:
     np.testing.assert_allclose(model.predict(images), expected, atol=1e-6)
     again = expit(by[:, 0] * logit(kept.probabilities.astype(np.float64)) + by[:, 1])
     np.testing.assert_allclose(load_run(folder).predictions().probabilities, again, atol=1e-6)
-    file, card = export(load_run(folder), "onnx", folder / "export")
+    file, card, *_ = export(load_run(folder), "onnx", folder / "export")
     session = onnxruntime.InferenceSession(str(file))
     np.testing.assert_allclose(session.run(None, {"images": images})[0], expected, atol=1e-4)
     assert "recall=0.8" in card.read_text()

@@ -166,13 +166,13 @@ def progress_over(count: int) -> Iterator[Callable[[], None]]:
 
 def export(
     model: RunOrModel,
-    to: Annotated[str, typer.Option(help="onnx (extra `export`), safetensors or torchscript.")] = "onnx",
+    to: Annotated[str, typer.Option(help="onnx (extra `export`), pt2 (torch.export) or safetensors.")] = "onnx",
     out: Annotated[
         Path | None, typer.Option(help="The folder to write to. Default: export/ in the folder of the run.")
     ] = None,
     plugins: Plugins = None,
 ) -> None:
-    """Export a model for other programs, with a model card. Its input is raw pixels, its output probabilities.
+    """Export a model for other programs, with a model card and the preprocessing of images as a script without fedmll.
 
     Example:  [bold]fedmll export runs/first --to onnx --out first-onnx[/]
     """

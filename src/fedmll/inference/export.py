@@ -1,29 +1,35 @@
-"""A model for other programs: ONNX, TorchScript, or its safetensors file, with a model card.
+"""A model for other programs: ONNX, a program of torch.export, or its safetensors file, with a model card.
 
-ONNX and TorchScript take raw samples and return probabilities: pixels are scaled inside, and the batch size is free.
+ONNX and torch.export take pixels of 8 bits in the model's size and return probabilities: pixels are scaled and
+probabilities are calibrated inside, and the batch size is free. What comes before (reading a file, the window of images
+with more than 8 bits, colours, resizing) is Pillow's arithmetic, which no graph repeats exactly; `preprocess.py` beside
+the model does it without fedmll. An example image with its expected probabilities shows that all is right.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
 from fedmll.evaluation.calibration import calibrate_tensor
 from fedmll.inference.load import SavedRun
-from fedmll.inference.model_card import build_model_card
+from fedmll.inference.model_card import Example, build_model_card
 from fedmll.inference.model_file import SavedModel
 from fedmll.runs.run_folder import MODEL_FILE
 
-FORMATS = ("onnx", "safetensors", "torchscript")
+FORMATS = {"onnx": "model.onnx", "safetensors": MODEL_FILE, "pt2": "model.pt2"}
 INPUT, KNOWN, OUTPUT = "images", "known", "probabilities"
 FEATURES = "features"  # the name of the input for feature vectors
 OPSET = 17
@@ -47,33 +53,77 @@ class ExportedModel(nn.Module):
 
 
 def export(source: SavedRun | SavedModel, to: str, out: Path) -> list[Path]:
-    """Write the model and its card (README.md) into a folder.
+    """Write the model, its card (README.md) and, if other programs use it, its preprocessing into a folder.
 
     Args:
         source: a run or a model. Only the card of a run has metrics.
-        to: onnx, safetensors or torchscript.
+        to: onnx, safetensors or pt2 (torch.export).
         out: the folder.
 
     Returns:
-        The files.
+        The files: the model, the card, then the others.
     """
     if to not in FORMATS:
         raise ConfigError(f"A model can be exported to {', '.join(FORMATS)}; not to '{to}'.")
     model = source.model if isinstance(source, SavedRun) else source
     _ = model.trainer  # a file that does not hold the model that it describes is rejected
-    file = out / {"onnx": "model.onnx", "safetensors": MODEL_FILE, "torchscript": "model.pt"}[to]
+    file = out / FORMATS[to]
     if file.exists() and file.samefile(model.file):
         raise ConfigError(f"{out} holds the model itself; choose another --out.")
     if to == "onnx":
         write_onnx(model, file)
-    elif to == "torchscript":
-        _write_torchscript(model, file)
+    elif to == "pt2":
+        _write_pt2(model, file)
     else:
         with files.atomic_replace(file) as temporary:
             shutil.copyfile(model.file, temporary)
+    example = None
+    others: list[Path] = []
+    if to != "safetensors" and len(model.sample_shape) == 3 and model.sample_shape[0] in (1, 3):
+        example = write_example(model, out)
+        others = [*write_preprocessing(model, out, example), out / example.image]
     readme = out / "README.md"
-    files.write_atomic(readme, build_model_card(source, file.name))
-    return [file, readme]
+    files.write_atomic(readme, build_model_card(source, file.name, example))
+    return [file, readme, *others]
+
+
+def write_example(model: SavedModel, out: Path) -> Example:
+    """Write an image of waves, in another size than the model's and with as many bits as its training images."""
+    channels, height, width = model.sample_shape
+    rows, columns = np.meshgrid(np.linspace(0, 9, height * 3 // 2 + 1), np.linspace(0, 7, width * 2 + 3), indexing="ij")
+    waves = np.stack([np.sin(rows + k) * np.cos(columns * (1 + k)) for k in range(channels)], axis=-1) / 2 + 0.5
+    window, name = model.description["window"], "example.png"
+    if window is None:
+        pixels = np.round(255 * waves).astype(np.uint8)
+        image = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+    else:
+        low, high = window
+        values = low + (high - low) * waves[..., 0]
+        if low >= 0 and high <= 65535:
+            image = Image.fromarray(np.round(values).astype(np.uint16))
+        else:
+            image, name = Image.fromarray(values.astype(np.float32)), "example.tif"
+    with files.atomic_replace(out / name) as temporary:
+        image.save(temporary, Path(name).suffix[1:].replace("tif", "tiff"))
+    return Example(image=name, probabilities=model.predict(out / name)[0].tolist())
+
+
+def write_preprocessing(model: SavedModel, out: Path, example: Example) -> list[Path]:
+    """Write `preprocess.py`, a copy of the module in this package, and `preprocess.json` with its settings."""
+    found = importlib.util.find_spec("fedmll.inference.preprocess")
+    assert found is not None and found.origin is not None
+    settings = {
+        "shape": model.sample_shape,
+        "window": model.description["window"],
+        "classes": model.classes,
+        "thresholds": model.description["thresholds"],
+        "takes_known_labels": model.takes_known_labels,
+        "example": {"image": example.image, "probabilities": example.probabilities},
+    }
+    script, values = out / "preprocess.py", out / "preprocess.json"
+    files.write_atomic(script, Path(found.origin).read_bytes())
+    files.write_atomic(values, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
+    return [script, values]
 
 
 def write_onnx(model: SavedModel, file: Path) -> None:
@@ -86,7 +136,7 @@ def write_onnx(model: SavedModel, file: Path) -> None:
     with files.atomic_replace(file) as temporary, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tracing warns about constants; here they are shapes of samples
         torch.onnx.export(
-            ExportedModel(model).eval(),
+            _exported(model),
             _example(model),
             str(temporary),
             input_names=names,
@@ -105,11 +155,21 @@ def write_onnx(model: SavedModel, file: Path) -> None:
         onnx.save(graph, str(temporary))
 
 
-def _write_torchscript(model: SavedModel, file: Path) -> None:
-    with files.atomic_replace(file) as temporary, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        traced = torch.jit.trace(ExportedModel(model).eval(), _example(model), check_trace=False)
-        torch.jit.save(traced, str(temporary), _extra_files=_metadata(model))
+def _write_pt2(model: SavedModel, file: Path) -> None:
+    """A program of torch.export: `torch.export.load(FILE).module()`."""
+    example, batch = _example(model), torch.export.Dim("batch", min=1)
+    with files.atomic_replace(file) as temporary, torch.no_grad():
+        program = torch.export.export(_exported(model), example, dynamic_shapes=tuple({0: batch} for _ in example))
+        with temporary.open("wb") as opened:
+            torch.export.save(program, opened, extra_files=_metadata(model))
+
+
+def _exported(model: SavedModel) -> ExportedModel:
+    """It is run once, so that values that it computes once and keeps are not computed inside the graph."""
+    exported = ExportedModel(model).eval()
+    with torch.no_grad():
+        exported(*_example(model))
+    return exported
 
 
 def _example(model: SavedModel) -> tuple[Tensor, ...]:

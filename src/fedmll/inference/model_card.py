@@ -52,6 +52,14 @@ MARKUP = re.compile(r"[\\`*\[\]|~!]|:(?=//)|(?<![^\W_])_|_(?![^\W_])")  # inside
 
 
 @dataclass(frozen=True, kw_only=True)
+class Example:
+    """An example image beside an exported model, and the probabilities that the model must give for it."""
+
+    image: str
+    probabilities: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TestFigures:
     """The figures of a run's model on its test data.
 
@@ -68,7 +76,7 @@ class TestFigures:
     unit: str
 
 
-def build_model_card(source: SavedRun | SavedModel, file: str) -> str:
+def build_model_card(source: SavedRun | SavedModel, file: str, example: Example | None = None) -> str:
     """The card as Markdown. For a run it has metrics with intervals; for a model file alone it has none."""
     run = source if isinstance(source, SavedRun) else None
     model = source.model if isinstance(source, SavedRun) else source
@@ -77,10 +85,11 @@ def build_model_card(source: SavedRun | SavedModel, file: str) -> str:
         _front_matter(model, figures),
         f"# {_text(model.description['method'])} on {_text(_data(model))}",
         _description(model, file),
-        _use(model, file),
+        _use(model, file, example),
+        _preprocessing(model, example),
         _data_section(model, run),
         _metrics(figures),
-        _classes(model, figures),
+        _classes(model, figures, example),
         _limitations(model),
         "## FUTURE-AI\n\n" + _table(("principle", "what is known"), list(FUTURE_AI.items()), raw=True),
     ]
@@ -164,9 +173,11 @@ def _description(model: SavedModel, file: str) -> str:
     return f"{text} Written by {versions}."
 
 
-def _use(model: SavedModel, file: str) -> str:
+def _use(model: SavedModel, file: str, example: Example | None) -> str:
     if file.endswith(".safetensors"):
         code = f'from fedmll import load_model\n\nprobabilities = load_model("{file}").predict(["image.jpg"])'
+    elif example is not None:
+        code = 'from preprocess import predict\n\nprobabilities = predict(["image.png"])  # (1, classes)'
     elif file.endswith(".onnx"):
         name = "images" if len(model.sample_shape) == 3 else "features"
         code = (
@@ -176,12 +187,39 @@ def _use(model: SavedModel, file: str) -> str:
         )
     else:
         known = ", known" if model.takes_known_labels else ""
-        code = f'import torch\n\nprobabilities = torch.jit.load("{file}")(samples{known})  # {_sample(model)}'
+        code = f'import torch\n\nmodule = torch.export.load("{file}").module()\n'
+        code += f"probabilities = module(samples{known})  # {_sample(model)}"
     text = f"## Use\n\n```python\n{code}\n```"
     if model.takes_known_labels:
-        optional = "may be left out" if file.endswith((".onnx", ".safetensors")) else "-1 where nothing is known"
+        optional = "-1 where nothing is known" if file.endswith(".pt2") else "may be left out"
         text += f"\n\nKnown labels help it: `known` (N or 1, {len(model.classes)}), int8: 1, 0, -1 unknown; {optional}."
     return text
+
+
+def _preprocessing(model: SavedModel, example: Example | None) -> str:
+    if example is None:
+        return ""
+    channels, height, width = model.sample_shape
+    window = model.description["window"]
+    scaling = (
+        "An image with more than 8 bits per pixel is rejected: the model was trained on 8-bit images."
+        if window is None
+        else f"The values v of an image with more than 8 bits per pixel become bytes: ⌊256 (v − {window[0]:g}) / "
+        f"({window[1]:g} − {window[0]:g})⌋, at least 0 and at most 255."
+    )
+    mode = "L" if channels == 1 else "RGB"
+    return (
+        "## Preprocessing\n\n`preprocess.py` needs NumPy and Pillow, not fedmll. `python preprocess.py image.png` "
+        "prints the probabilities of an image, and `python preprocess.py --check` predicts "
+        f"`{example.image}` and compares with the expected probabilities.\n\n"
+        f"The model's input `images` is {_sample(model)}. To make it:\n\n"
+        f"1. {scaling}\n"
+        f'2. Convert the image to {"grey" if channels == 1 else "colour"} with Pillow\'s `convert("{mode}")`.\n'
+        f"3. Resize it to a height of {height} and a width of {width} with Pillow's "
+        f"`resize(({width}, {height}), Image.Resampling.BILINEAR)`, which also smooths; other filters give other "
+        "probabilities.\n\n"
+        "The model itself scales the bytes to the range that it was trained with, and returns probabilities."
+    )
 
 
 def _sample(model: SavedModel) -> str:
@@ -222,7 +260,7 @@ def _metrics(figures: TestFigures | None) -> str:
     )
 
 
-def _classes(model: SavedModel, figures: TestFigures | None) -> str:
+def _classes(model: SavedModel, figures: TestFigures | None, example: Example | None) -> str:
     """One row per class. F1, precision and recall are at the threshold in the row."""
     columns: Mapping[str, Sequence[Any]] = model.description.get("threshold_results") or {}
     if figures is not None:
@@ -235,6 +273,8 @@ def _classes(model: SavedModel, figures: TestFigures | None) -> str:
         if name in columns
     }
     texts = {"class": list(model.classes), "threshold": list(map(format_threshold, cut)), **texts}
+    if example is not None:
+        texts[example.image] = [f"{value:.6f}" for value in example.probabilities]
     rows = list(zip(*texts.values(), strict=True))
     goal = model.description.get("thresholds_for") or "f1"
     text = (
@@ -246,6 +286,8 @@ def _classes(model: SavedModel, figures: TestFigures | None) -> str:
         text += " Recall, precision and F1 are those of the prediction p > threshold on the test data."
     if "positives" in columns:
         text += " A class with few positives has uncertain figures."
+    if example is not None:
+        text += f" The last column has the expected probabilities for {example.image}."
     return f"## Classes\n\n{_table(list(texts), rows)}\n\n{text}"
 
 
