@@ -27,10 +27,7 @@ POLL_SECONDS = 0.2
 def fork_process(target: Callable[..., None], *arguments: Any, may_fork: bool = False) -> BaseProcess:
     """Start a forked process that runs `target(*arguments)`; it inherits data and models without a copy.
 
-    Args:
-        target: the function to run.
-        arguments: its arguments.
-        may_fork: the process may start processes of its own (it is not a daemon process).
+    With `may_fork` it may start processes of its own (it is not a daemon process).
     """
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_run, args=(os.getpid(), target, arguments), daemon=not may_fork)

@@ -145,10 +145,6 @@ def describe_membership_risk(samples: int, width: int) -> str | None:
 
     The Gram matrix of n samples spans at most n of the width + 1 directions of a feature vector with its constant 1. If
     n is not larger than the width, another sample lies outside of that span and a member lies inside.
-
-    Args:
-        samples: the number of training images.
-        width: the number of features per image.
     """
     if samples > width:
         return None

@@ -38,11 +38,7 @@ class ClientStateStore:
             write_tensors(path, state, durable=durable)
 
     def set_aside_if_damaged(self, client: int, round: int) -> str | None:
-        """Check a state that a checkpoint refers to. A damaged one is renamed.
-
-        Returns:
-            Why the state cannot be used; None if it can.
-        """
+        """Why a state that a checkpoint refers to cannot be used; None if it can. A damaged file is renamed."""
         path = self.path(client, round)
         try:
             read_tensors(path)

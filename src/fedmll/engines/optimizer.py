@@ -48,11 +48,9 @@ class ClientOptimizer:
         self.reset({})
 
     def reset(self, state: Tensors) -> None:
-        """Start the round of a client.
+        """Start the round of a client from what `state()` returned in its last round; empty: a fresh optimizer.
 
-        Args:
-            state: What `state()` returned at the end of the client's last round, whose tensors are used and changed;
-                empty for a fresh optimizer.
+        The tensors of the state are used and changed.
         """
         self.steps.zero_()
         self.started = {int(name.partition(".")[0]) for name in state}  # the parameters that have had a gradient

@@ -123,16 +123,7 @@ class Trainer:
         return torch.cat(scores) if scores else torch.zeros(0, len(self.task.classes))
 
     def train(self, client: Client, message: Message, client_state: Tensors) -> Message:
-        """One round of a client.
-
-        Args:
-            client: The client and its data.
-            message: What the server sent.
-            client_state: What the client keeps between its rounds; it is changed in place.
-
-        Returns:
-            The client's reply.
-        """
+        """One round of a client: its reply to the message. The client state is changed in place."""
         if self.method.has("private-labels"):
             client = self._restrict(client)
         client_round = self._start_round(client, message, client_state)

@@ -155,12 +155,7 @@ class RunRecord:
 
 
 def read_run(path: Path, name: str | None = None) -> RunRecord:
-    """Read a run's folder; damaged files make the run `UNREADABLE`, with the reason.
-
-    Args:
-        path: the folder.
-        name: the name of the run in a report or table; by default the path.
-    """
+    """Read a run's folder; damaged files make the run `UNREADABLE`, with the reason. `name` is for tables."""
     run = RunRecord(folder=RunFolder(path), name=str(path) if name is None else name)
     try:
         if not run.folder.is_run and (failure := run.folder.read_failure()) is not None:

@@ -123,12 +123,7 @@ def train(
 ) -> Result:
     """Run the rounds of an experiment that remain, and write the results to the run's folder.
 
-    Args:
-        data: the clients and their data.
-        engine: trains the clients.
-        folder: the run's folder, with the experiment and perhaps checkpoints.
-        callback: watches the run.
-        before: the experiment of a resumed run as it was, if settings may have changed.
+    `before` is the experiment of a resumed run as it was, if settings may have changed.
     """
     with folder.lock(), folder.open_log() as log:
         folder.remove_partial_files()

@@ -65,13 +65,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def add_trackers(names: Sequence[str], out: Path, callback: Callback, parent: str | None = None) -> Callback:
-    """A callback together with the trackers of a run.
+    """A callback together with the trackers of a run, whose errors it gets as warnings.
 
-    Args:
-        names: tensorboard, mlflow.
-        out: the run's folder.
-        callback: is called too, and gets a tracker's error as a warning.
-        parent: id of the MLflow run of the comparison that the run belongs to.
+    `parent` is the id of the MLflow run of the comparison that the run belongs to.
     """
     check_trackers(names)
     trackers: dict[str, Callback] = {}
@@ -170,12 +166,7 @@ def _valid_name(text: str) -> str:
 
 
 class MlflowTracker(Callback):
-    """Sends one run to MLflow.
-
-    Args:
-        out: the run's folder, or a comparison's for the parent run.
-        parent: id of the parent run.
-    """
+    """Sends one run, or the parent run of a comparison, to MLflow."""
 
     def __init__(self, out: Path, parent: str | None = None) -> None:
         self.out, self.parent = out, parent
