@@ -196,6 +196,8 @@ def join(
         bool, typer.Option("--keep-cache", help="Keep the prepared images in --state-dir when the run is over.")
     ] = False,
     max_rounds: Annotated[int, typer.Option(help="Do not take part in a run with more rounds.")] = 1000,
+    max_epochs: Annotated[int, typer.Option(help="Do not take part in a run with more epochs per round.")] = 100,
+    max_hours: Annotated[float, typer.Option(help="Hours of training and testing in this join, at most.")] = 720.0,
     min_images: Annotated[int, typer.Option(help="Do not train on fewer images.")] = 10,
     max_memory: Annotated[float, typer.Option(help="GB for the model and one batch, at most.")] = 4.0,
     methods: Annotated[str | None, typer.Option(help="The only methods that you allow, comma-separated.")] = None,
@@ -229,6 +231,8 @@ def join(
         find(method)  # a misspelt name is an error here, not a rejection later
     limits = SiteLimits(
         max_rounds=max_rounds,
+        max_epochs=max_epochs,
+        max_hours=max_hours,
         min_images=min_images,
         max_memory=max_memory,
         methods=split_names(methods),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ def train(message: FlowerMessage, context: Context) -> FlowerMessage:
     def handle(file: Path, info: Info, content: Message) -> Answer:
         worker, start = _worker(file, info), time.perf_counter()
         round, state_round, keep_rounds = _parse_rounds(info, worker.trainer.task.rounds)
-        reply, has_state = worker.train(content, round, state_round, keep_rounds)
+        with _limited_work(file, worker, TRAIN, round):
+            reply, has_state = worker.train(content, round, state_round, keep_rounds)
         show(f"round {round}: loss {reply.numbers['loss']:.4g}, {time.perf_counter() - start:.1f} s")
         return reply, {"has_state": has_state}
 
@@ -116,7 +117,13 @@ def train(message: FlowerMessage, context: Context) -> FlowerMessage:
 
 @app.evaluate()
 def evaluate(message: FlowerMessage, context: Context) -> FlowerMessage:
-    return _answer(message, context, lambda file, info, content: (_worker(file, info).evaluate(content), {}))
+    def handle(file: Path, info: Info, content: Message) -> Answer:
+        worker = _worker(file, info)
+        round, _, _ = _parse_rounds(info, worker.trainer.task.rounds)
+        with _limited_work(file, worker, EVALUATE, round):
+            return worker.evaluate(content), {}
+
+    return _answer(message, context, handle)
 
 
 @app.query("model")
@@ -225,6 +232,19 @@ def _parse_rounds(info: Info, last: int) -> tuple[int, int | None, list[int] | N
     return round, state_round, keep
 
 
+@contextmanager
+def _limited_work(file: Path, worker: SiteWorker, kind: str, round: int) -> Iterator[None]:
+    """Count a training or a test of this join, and its time; a SiteError if a limit of the site is reached."""
+    record = read_setup_record(file)
+    assert record is not None
+    record, start = record.begin_work(kind, round, worker.site.limits.max_hours), time.perf_counter()
+    write_setup_record(file, record)
+    try:
+        yield
+    finally:
+        write_setup_record(file, replace(record, seconds=record.seconds + time.perf_counter() - start))
+
+
 def _introduction(file: Path, info: Info) -> Info:
     """The site answers one setup per join. For the same setup it sends the same answer, without computing it again."""
     setup = _setup(info)
@@ -232,7 +252,8 @@ def _introduction(file: Path, info: Info) -> Info:
     if record is not None and record.answer is not None:
         return record.answer
     introduction = _worker(file, info).introduce()
-    write_setup_record(file, SetupRecord(setup.values, introduction))
+    record = read_setup_record(file) or SetupRecord(setup.values)
+    write_setup_record(file, replace(record, answer=introduction))
     return introduction
 
 

@@ -300,7 +300,8 @@ class FlowerEngine:
 
         def message_for(client: ClientInfo) -> tuple[Message, Info]:
             # a client with private labels may only see its own rows
-            return self.method.send(message.tensors, client, self.number) if private else message, {}
+            own_rows = self.method.send(message.tensors, client, self.number) if private else message
+            return own_rows, {"round": max(self.number, 0)}
 
         replies = self.transport.exchange(EVALUATE, clients, message_for, 1) if clients else ()
         return [(client, reply) for client, reply, _ in replies]

@@ -129,13 +129,16 @@ class ReplyComparison:
         return max(every, key=lambda each: each.ratio / each.limit, default=None)
 
     def cosines(self) -> dict[str, float]:
-        """The cosine between each client's update and the mean direction of the others' updates."""
+        """The cosine between each client's update and the mean direction of the others' updates.
+
+        With private labels the clients have different rows, and nothing is compared.
+        """
         units = {
             name: each.direction / each.direction.norm()
             for name, each in self.statistics.items()
             if each.direction is not None and bool(each.direction.norm())
         }
-        if len(units) < MIN_CLIENTS:
+        if len(units) < MIN_CLIENTS or len({len(unit) for unit in units.values()}) > 1:
             return {}
         total = torch.stack(list(units.values())).sum(0)
         return {

@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fedmll.methods.task import Task
 FILE = "approved.json"
 MAX_APPROVED = 100  # the latest ones are kept
 SETUP_SUFFIX = ".setup"  # of the record of the setup that a join has answered
+MAX_REPEATS = 10  # of the training, and of the test, of one round in a join
 MAX_NAMED = 8  # settings that an error message names
 SMALL_BATCH, LARGE_SHARE = 8, 0.5  # values beyond these are marked as unusual
 
@@ -139,10 +140,33 @@ def _sends_reply(part: Part) -> bool:
 
 @dataclass(frozen=True)
 class SetupRecord:
-    """What the server asked for (`setup`), and the introduction that was sent (`answer`; None: not sent yet)."""
+    """What the server asked for in this join, and what was done for it."""
 
     setup: dict[str, Any]
-    answer: dict[str, Any] | None = None
+    answer: dict[str, Any] | None = None  # the introduction that was sent; None: not sent yet
+    work: dict[str, int] = field(default_factory=dict)  # "train 3" → how often round 3 was trained
+    seconds: float = 0.0  # of training and testing
+
+    def begin_work(self, kind: str, round: int, max_hours: float) -> SetupRecord:
+        """The record with one more training or test of a round; a SiteError if the join has done enough of them.
+
+        A round is repeated after an interruption or a failure. A server that asks for it again and again could learn
+        more about the images than was approved.
+        """
+        key = f"{kind} {round}"
+        if self.work.get(key, 0) >= MAX_REPEATS:
+            raise SiteError(
+                SiteErrorCode.LIMITS,
+                f"The server has asked for round {round} ({kind}) {MAX_REPEATS} times already. Ask the server's "
+                "operator why; to take part again, stop this join and join again.",
+            )
+        if self.seconds >= 3600 * max_hours:
+            raise SiteError(
+                SiteErrorCode.LIMITS,
+                f"This join has trained and tested for {self.seconds / 3600:.1f} hours, and you allow {max_hours:g} "
+                "(--max-hours). To take part again, stop this join and join again.",
+            )
+        return replace(self, work=self.work | {key: self.work.get(key, 0) + 1})
 
     def check_same_setup(self, setup: dict[str, Any]) -> None:
         """Raise a SiteError if this is not the setup that was answered."""
@@ -167,7 +191,7 @@ def read_setup_record(site_file: Path) -> SetupRecord | None:
     """The record of the current join; None: no setup was answered yet."""
     try:
         values = json.loads(_setup_path(site_file).read_text())
-        return SetupRecord(values["setup"], values["answer"])
+        return SetupRecord(**values)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):
@@ -179,7 +203,7 @@ def read_setup_record(site_file: Path) -> SetupRecord | None:
 
 
 def write_setup_record(site_file: Path, record: SetupRecord) -> None:
-    files.write_atomic(_setup_path(site_file), json.dumps({"setup": record.setup, "answer": record.answer}))
+    files.write_atomic(_setup_path(site_file), json.dumps(asdict(record)))
 
 
 def find_differences(one: Any, other: Any, name: str = "") -> list[str]:

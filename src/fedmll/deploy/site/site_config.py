@@ -21,6 +21,8 @@ class SiteLimits:
     """Limits that hold at a site whatever a server asks for."""
 
     max_rounds: int = 1000  # the largest number of rounds
+    max_epochs: int = 100  # the largest number of epochs in a round
+    max_hours: float = 720.0  # of training and testing in one join
     # the smallest number of training images: a model trained on few images reveals much about each
     min_images: int = 10
     max_memory: float = 4.0  # GB for the model and one batch
@@ -28,14 +30,16 @@ class SiteLimits:
     min_count: int = 10  # counts of fewer positive or negative images of a class stay at the site
 
     def __post_init__(self) -> None:
-        if min(self.max_rounds, self.min_images, self.min_count) < 1 or not self.max_memory > 0:
+        counts = (self.max_rounds, self.max_epochs, self.min_images, self.min_count)
+        if min(counts) < 1 or not self.max_memory > 0 or not self.max_hours > 0:
             raise ConfigError(
-                "--max-rounds, --min-images and --min-count must be at least 1, and --max-memory must be more than 0."
+                "--max-rounds, --max-epochs, --min-images and --min-count must be at least 1, and --max-memory and "
+                "--max-hours must be more than 0."
             )
 
     def check_settings(self, experiment: Experiment) -> None:
-        """Raise a SiteError if the experiment's method or number of rounds is not allowed."""
-        name, rounds = experiment.method.name, experiment.training.rounds
+        """Raise a SiteError if the experiment's method or its number of rounds or epochs is not allowed."""
+        name, rounds, epochs = experiment.method.name, experiment.training.rounds, experiment.training.local_epochs
         if self.methods and name not in self.methods:
             allowed = ", ".join(self.methods)
             raise SiteError(SiteErrorCode.LIMITS, f"The method is '{name}', and you allow {allowed} (--methods).")
@@ -43,6 +47,9 @@ class SiteLimits:
             raise SiteError(
                 SiteErrorCode.LIMITS, f"The study has {rounds} rounds, and you allow {self.max_rounds} (--max-rounds)."
             )
+        if epochs > self.max_epochs:
+            text = f"The study trains {epochs} epochs per round, and you allow {self.max_epochs} (--max-epochs)."
+            raise SiteError(SiteErrorCode.LIMITS, text)
 
     def check_image_count(self, training: int) -> None:
         """Raise a SiteError if there are too few training images."""
