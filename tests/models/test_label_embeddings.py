@@ -412,7 +412,7 @@ def test_downloaded_model_is_read_from_its_folder(tmp_path: Path, monkeypatch: p
 def test_a_folder_that_does_not_load_is_named(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="pip install 'fedmll[hf]'")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ConfigError, match="does not load as a Hugging Face text model"):
+    with pytest.raises(ConfigError, match="does not work as a Hugging Face text model"):
         label_embeddings.encode(str(tmp_path), ["dog"])
 
 

@@ -17,6 +17,8 @@ import importlib.util
 import json
 import os
 import re
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,14 +80,24 @@ def _from_file(path: Path, classes: Sequence[str], states: str, width: int, seed
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"method.encoder: '{path}' cannot be read ({error}); it must be an .npz file.") from None
+    except MemoryError:
+        raise ConfigError(f"method.encoder: '{path}' does not fit into the memory of this machine.") from None
     missing: list[str] = list(classes)
     for key in [name for name in arrays if f"{name}_names" in arrays]:
-        place = {str(name).strip().lower(): row for row, name in enumerate(arrays[f"{key}_names"])}
+        found, names = arrays[key], arrays[f"{key}_names"]
+        if found.ndim != 2 or found.dtype.kind not in "fiu" or names.shape != (len(found),):
+            raise ConfigError(
+                f"method.encoder: `{key}` in '{path}' must be numbers of shape (names, width) and `{key}_names` one "
+                f"name per row; they are {found.dtype} {found.shape} and {names.dtype} {names.shape}."
+            )
+        if not np.isfinite(found).all():
+            raise ConfigError(f"method.encoder: `{key}` in '{path}' has values that are NaN or infinite.")
+        place = {str(name).strip().lower(): row for row, name in enumerate(names)}
         missing = min(missing, [name for name in classes if name.strip().lower() not in place], key=len)
         if not missing:
-            vectors = _unit(arrays[key].astype(np.float64))
+            vectors = _unit(found.astype(np.float64))
             labels = project(vectors[[place[name.strip().lower()] for name in classes]], width, seed)
             told: Vectors | None = None
             if all(state in place for state in STATES):
@@ -115,7 +127,13 @@ def encode(encoder: str, texts: Sequence[str]) -> Vectors:
         return kept
     except (OSError, ValueError, EOFError):
         pass  # not cached yet, or truncated
-    vectors = _unit(found.run(texts))
+    raw = found.run(texts)
+    if raw.ndim != 2 or len(raw) != len(texts) or not np.isfinite(raw).all():
+        raise ConfigError(
+            f"The text encoder '{encoder}' (method.encoder) must give one vector of finite numbers per text; for "
+            f"{len(texts)} texts it gave {raw.shape}, or values that are NaN or infinite."
+        )
+    vectors = _unit(raw)
     try:
         with files.atomic_replace(path) as temporary, temporary.open("wb") as file:
             np.save(file, vectors)
@@ -257,11 +275,17 @@ def _glove(path: Path, texts: Sequence[str]) -> Vectors:
     words = [re.findall(r"[^\W_]+", text.lower()) for text in texts]
     wanted = {word for text in words for word in text}
     found: dict[str, NDArray[np.float64]] = {}
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            word, _, numbers = line.rstrip().partition(" ")
-            if word in wanted:
-                found[word] = np.array(numbers.split(" "), dtype=np.float64)
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                word, _, numbers = line.rstrip().partition(" ")
+                if word in wanted:
+                    found[word] = np.array(numbers.split(" "), dtype=np.float64)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"'{path}' is not a GloVe file ({error}): each line must have a word and its numbers, with one space "
+            "between them, in UTF-8."
+        ) from None
     if len({len(vector) for vector in found.values()}) > 1:
         raise ConfigError(f"'{path}' is not a GloVe file: its vectors are not equally long.")
     width = len(next(iter(found.values()), ()))
@@ -311,19 +335,21 @@ def _read_by_transformers(folder: Path, texts: Sequence[str]) -> Vectors:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             kind = CLIPTextModelWithProjection if clip else AutoModel
             model = kind.from_pretrained(folder, config=config, local_files_only=True).eval()
+            parts = []
+            for start in range(0, len(texts), TEXTS_AT_ONCE):
+                tokens = tokenizer(
+                    list(texts[start : start + TEXTS_AT_ONCE]), padding=True, truncation=True, return_tensors="pt"
+                )
+                out = model(**tokens)
+                mask = tokens["attention_mask"]
+                parts.append(out.text_embeds if clip else _pooled(folder, out.last_hidden_state, mask))
+            vectors: Vectors = torch.cat(parts).float().numpy()
         except Exception as error:  # transformers raises many kinds of errors
             raise ConfigError(
-                f"'{folder}' (method.encoder) does not load as a Hugging Face text model ({str(error)[:300]}). It "
-                "needs the model's config.json and weights and the tokenizer's files."
+                f"'{folder}' (method.encoder) does not work as a Hugging Face text model "
+                f"({' '.join(str(error).split())[:300]}). It needs the model's config.json and weights and the "
+                "tokenizer's files, and must be a model of text."
             ) from None
-        parts = []
-        for start in range(0, len(texts), TEXTS_AT_ONCE):
-            tokens = tokenizer(
-                list(texts[start : start + TEXTS_AT_ONCE]), padding=True, truncation=True, return_tensors="pt"
-            )
-            out = model(**tokens)
-            parts.append(out.text_embeds if clip else _pooled(folder, out.last_hidden_state, tokens["attention_mask"]))
-        vectors: Vectors = torch.cat(parts).float().numpy()
     return vectors
 
 

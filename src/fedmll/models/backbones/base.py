@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fedmll.config.settings import ModelSettings
 from fedmll.core import registry
-from fedmll.core.errors import ConfigError
+from fedmll.core.errors import ConfigError, FedmllError
 from fedmll.core.seeding import derive
 from fedmll.models.pretrained_weights import PUBLISHED, find_weights_file, is_run, read_run_model_settings
 
@@ -100,8 +101,7 @@ def build_backbone(
 
 def _build(model: ModelSettings, sample_shape: tuple[int, ...]) -> Backbone:
     if model.pretrained is None or not is_run(model.pretrained):
-        backbone: Backbone = registry.find("backbone", model.backbone)(model, sample_shape)
-        return backbone
+        return _call_builder(model, sample_shape)
     before = read_run_model_settings(model.pretrained)
     if before.backbone != model.backbone:
         raise ConfigError(
@@ -117,6 +117,59 @@ def _build(model: ModelSettings, sample_shape: tuple[int, ...]) -> Backbone:
         {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}, model.pretrained
     )
     return backbone
+
+
+def _call_builder(model: ModelSettings, sample_shape: tuple[int, ...]) -> Backbone:
+    """Build the backbone that is registered under its name. Backbones of plug-ins are checked for mistakes."""
+    name, build = model.backbone, registry.find("backbone", model.backbone)
+    if name not in registry.find_added("backbone"):
+        built_in: Backbone = build(model, sample_shape)
+        return built_in
+    try:
+        backbone = build(model, sample_shape)
+    except FedmllError:
+        raise
+    except Exception as error:  # the plug-in's code
+        raise ConfigError(
+            f"The backbone '{name}' cannot be built ({describe_exception(error)}): it must be a function of the "
+            "settings of the section [model] and the shape of a sample, and return a fedmll Backbone."
+        ) from error
+    if not isinstance(backbone, Backbone):
+        raise ConfigError(
+            f"The backbone '{name}' is a {type(backbone).__name__}: it must be an instance of "
+            "fedmll.models.backbones.Backbone, a torch module with a `width`."
+        )
+    width = getattr(backbone, "width", None)
+    if not isinstance(width, int) or width < 1:
+        raise ConfigError(
+            f"The backbone '{name}' ({type(backbone).__name__}) has the width {width!r}: its `width` must be the "
+            "number of channels of its output, a positive integer."
+        )
+    batch = torch.from_numpy(np.zeros((2, *sample_shape), np.float32))
+    try:
+        with torch.no_grad():
+            output = backbone.eval()(batch)
+        backbone.train()
+    except FedmllError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"The backbone '{name}' ({type(backbone).__name__}) fails on a batch of shape {tuple(batch.shape)} "
+            f"({describe_exception(error)}): it must take samples of this data."
+        ) from error
+    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if not isinstance(output, Tensor) or output.dim() not in (2, 4) or output.shape[:2] != (2, width):
+        raise ConfigError(
+            f"The backbone '{name}' ({type(backbone).__name__}) turns a batch of shape {tuple(batch.shape)} into "
+            f"{shape}: its output must be (batch, width, rows, columns) or (batch, width), here with batch = 2 and "
+            f"width = {width}."
+        )
+    return backbone
+
+
+def describe_exception(error: Exception) -> str:
+    """The type and the text of an exception of somebody else's code, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def load_pretrained(backbone: B, model: ModelSettings) -> B:
