@@ -33,10 +33,12 @@ from flwr.app import Message as FlowerMessage
 from fedmll import run
 from fedmll.core.errors import ConfigError, FederationError
 from fedmll.core.message import Message
+from fedmll.deploy.flower import round as flower_round
 from fedmll.deploy.flower.client_app import HELLO, TRAIN
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.server import serve
 from fedmll.deploy.server.server_settings import ServerSettings
+from fedmll.deploy.server.status import RunStatus, render_html, render_prometheus
 from fedmll.deploy.site.site_config import write_site_file
 from fedmll.runs.run_folder import RunFolder
 from fedmll.training.round_loop import return_to_round
@@ -342,3 +344,38 @@ def test_an_experiment_that_cannot_be_federated_is_rejected_before_anything_is_w
     with pytest.raises(ConfigError, match="'centralized' trains on all data in one place"):
         serve.serve(consortium.server(method__name="centralized"), server, tmp_path / "out")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_client_that_always_answers_just_before_the_deadline_is_shown_on_the_status_page(
+    consortium: Consortium,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grid, clock = make_grid(consortium, tmp_path), flower_round.time
+    sent_at: dict[str, float] = {}
+    push, pull = grid.push_messages, grid.pull_messages
+
+    def push_messages(messages: list[FlowerMessage]) -> list[str]:
+        keys = push(messages)
+        sent_at.update(dict.fromkeys(keys, clock.monotonic()))
+        return keys
+
+    def pull_messages(keys: list[str]) -> Iterator[FlowerMessage]:
+        def is_held_back(key: str) -> bool:
+            reply = grid.replies.get(key)
+            late = reply is not None and reply.metadata.message_type == TRAIN and reply.metadata.src_node_id == 2
+            return late and clock.monotonic() - sent_at[key] < 4.5
+
+        return pull([key for key in keys if not is_held_back(key)])
+
+    monkeypatch.setattr(grid, "push_messages", push_messages)
+    monkeypatch.setattr(grid, "pull_messages", pull_messages)
+    status: list[RunStatus] = []
+    remember = RunStatus.__post_init__
+    monkeypatch.setattr(RunStatus, "__post_init__", lambda self: (remember(self), status.append(self))[0])
+    drive(consortium, grid, tmp_path / "out", training__rounds=4, round_timeout=5.0)
+    clients = status[0].to_json()["clients"]
+    assert (clients["site-a"]["late_replies"], clients["site-b"]["late_replies"]) == (0, 4)
+    page = render_html(status[0].to_json())
+    assert page.count("answers just before the deadline: 4 of ") == 1
+    assert 'fedmll_client_late_replies_total{client="site-b"} 4' in render_prometheus(status[0].to_json())

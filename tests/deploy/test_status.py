@@ -40,7 +40,7 @@ def status() -> RunStatus:
     found.clients['<b>"x"\\'] = found.clients.pop("site-c")  # a name that must not be believed
     found.record("joined", {"client": "site-a", "images": 90})
     found.record("sent", {"client": "site-a", "bytes": 1000, "round": 1})
-    found.record("reply", {"client": "site-a", "bytes": 2_500_000, "round": 1})
+    found.record("reply", {"client": "site-a", "bytes": 2_500_000, "round": 1, "late": False})
     found.record("joined", {"client": "site-b", "images": 70})
     found.record("skipped", {"client": "site-b", "text": "round 1: <script>alert(1)</script> & so on"})
     found.record("disconnected", {"client": "site-b", "text": "site-b is gone"})

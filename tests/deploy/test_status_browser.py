@@ -20,8 +20,8 @@ def a_status() -> RunStatus:
     )
     for name, images in zip(names[:3], (5200, 1800, 990), strict=True):
         status.record("joined", {"client": name, "images": images})
-        status.record("sent", {"client": name, "bytes": 91_000_000, "round": 13})
-        status.record("reply", {"client": name, "bytes": 91_000_000, "round": 13})
+        status.record("sent", {"client": name, "bytes": 91_000_000, "round": 13, "late": False})
+        status.record("reply", {"client": name, "bytes": 91_000_000, "round": 13, "late": False})
     text = "round 13: the reply of hospital-b is rejected: <script>document.title = 'run'</script> " + "x" * 200
     status.record("rejected", {"client": "hospital-b", "text": text})
     status.record("disconnected", {"client": "hospital-b", "text": text})

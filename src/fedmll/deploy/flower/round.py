@@ -34,6 +34,7 @@ from fedmll.methods.base import TensorSpec
 from fedmll.methods.client_round import ClientInfo, Reply
 
 POLL_SECONDS = 0.2
+LATE_SHARE = 0.2  # of the time before the deadline: a reply that arrives in it is late
 MEMBERSHIP_SECONDS = 2.0  # how often the membership is updated during an exchange
 LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 
@@ -99,7 +100,8 @@ class Transport:
         again meanwhile is sent its message again. While there are fewer than `min_replies` replies, clients that are
         not connected are waited for. `timeout` is in seconds; None: `round_timeout`.
         """
-        deadline = time.monotonic() + (timeout or self.round_timeout)
+        seconds = timeout or self.round_timeout
+        deadline = time.monotonic() + seconds
         replies: Replies = {client.name: None for client in clients if client.name in self.timed_out}
         pending: dict[str, PendingMessage] = {}
         next_update, position = 0.0, 0
@@ -111,7 +113,8 @@ class Transport:
                 open_clients = [client for client in clients if client.name not in replies]
                 self._send(kind, open_clients, message_for, pending, deadline - now)
                 next_update = now + MEMBERSHIP_SECONDS
-            self._receive(kind, pending, replies)
+            is_late = deadline - time.monotonic() < LATE_SHARE * seconds
+            self._receive(kind, pending, replies, is_late)
             while position < len(clients) and clients[position].name in replies:
                 reply = replies[clients[position].name]
                 replies[clients[position].name] = None  # returned: its memory is freed
@@ -168,7 +171,7 @@ class Transport:
                 self._record("sent", kind, client, message)
                 pending[message_id] = PendingMessage(client=client, member=member, specs=specs)
 
-    def _receive(self, kind: str, pending: dict[str, PendingMessage], replies: Replies) -> None:
+    def _receive(self, kind: str, pending: dict[str, PendingMessage], replies: Replies, is_late: bool) -> None:
         received = list(self.grid.pull_messages(list(pending))) if pending else []
         connected_since = self.membership.connection_times() if received else {}
         for reply in received:
@@ -180,7 +183,7 @@ class Transport:
                 continue  # its node connected again: it must introduce itself first, and is asked again
             try:
                 message, info = check_reply(kind, reply, answered, self.membership.introductions[client.name])
-                self._record("reply", kind, client, message)
+                self._record("reply", kind, client, message, late=is_late)
                 replies[client.name] = CheckedReply(client, message, info)
             except UpdateDiverged as error:
                 self.diverged[client.name], replies[client.name] = str(error), None
@@ -193,8 +196,8 @@ class Transport:
         text = f"round {self.number}: the reply of {name} is rejected: {reason}"
         self.membership.notify(text, "rejected", round=self.number, client=name)
 
-    def _record(self, event: str, kind: str, client: ClientInfo, message: Message) -> None:
-        facts = describe_message(message)
+    def _record(self, event: str, kind: str, client: ClientInfo, message: Message, **more: bool) -> None:
+        facts = describe_message(message) | more
         self.membership.record(event, round=self.number, kind=kind, client=client.name, **facts)
 
 

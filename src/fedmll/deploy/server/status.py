@@ -27,6 +27,7 @@ from fedmll.runs.run_folder import MetricsRow
 from fedmll.training.callbacks import INTERRUPTED, Callback, Result
 
 RECENT_ROUNDS = 10  # from which the remaining time is estimated
+MIN_LATE = 3  # replies just before the deadline, from which on the page says so
 REQUEST_SECONDS = 5
 REFRESH_SECONDS = 5
 STATES = ("waiting", "running", "finished", "stopped")
@@ -68,6 +69,9 @@ class ClientStatus:
     last_error: str = ""
     last_error_at: float | None = None
     errors: int = 0
+    replies: int = 0  # valid ones
+    late_replies: int = 0  # of those: that arrived just before the deadline
+    unusual_replies: int = 0  # of those: named in the log (flower/outliers.py)
     bytes_up: int = 0
     bytes_down: int = 0
 
@@ -101,6 +105,10 @@ class RunStatus(Callback):
             elif event == "reply":
                 client.bytes_up += facts["bytes"]
                 client.last_round = facts["round"]
+                client.replies += 1
+                client.late_replies += facts["late"]
+            elif event == "unusual":
+                client.unusual_replies += 1
             elif event == "sent":
                 client.bytes_down += facts["bytes"]
             elif event in ("excluded", "readmitted"):
@@ -256,7 +264,7 @@ def render_html(status: Mapping[str, Any]) -> str:
         f'<section><dl>{cells}</dl><div class="bar"><div style="width: {100 * done / max(1, rounds):.1f}%"></div></div>'
         f"{reason}</section><section><table><thead><tr><th>client</th><th>connection</th>"
         '<th class="number">images</th><th class="number">last round</th><th class="number">from it</th>'
-        '<th class="number">to it</th><th>last error</th></tr></thead>'
+        '<th class="number">to it</th><th>notes and last error</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></section>"
         f"<footer>{time.strftime('%Y-%m-%d %H:%M:%S')} · this page reloads every {REFRESH_SECONDS} s · "
         "/status.json · /metrics</footer></main></body></html>"
@@ -275,12 +283,18 @@ def _row(name: str, client: Mapping[str, Any]) -> str:
         format_size(client["bytes_up"]),
         format_size(client["bytes_down"]),
     ]
+    late, replies, unusual = client["late_replies"], client["replies"], client["unusual_replies"]
+    notes = []
+    if late >= MIN_LATE and 2 * late > replies:
+        notes.append(f"answers just before the deadline: {late} of {replies} replies")
+    if unusual:
+        notes.append(f"{unusual} unusual replies (see the log)")
     at = client["last_error_at"]
     when = "" if at is None else f'<span class="soft">{time.strftime("%H:%M:%S", time.localtime(at))}</span> '
     return (
         f'<tr><td>{escape(name)}</td><td class="{kind}">{word}</td>'
         + "".join(f'<td class="number">{value}</td>' for value in numbers)
-        + f'<td class="error">{when}{escape(client["last_error"])}</td></tr>'
+        + f'<td class="error">{"".join(f"{note}<br>" for note in notes)}{when}{escape(client["last_error"])}</td></tr>'
     )
 
 
@@ -319,6 +333,10 @@ def render_prometheus(status: Mapping[str, Any]) -> str:
          [({"client": name}, int(client["excluded"])) for name, client in clients.items()]),
         ("client_errors_total", "counter", "Rejected replies, and rounds without the client.",
          [({"client": name}, client["errors"]) for name, client in clients.items()]),
+        ("client_late_replies_total", "counter", "Replies that arrived just before the deadline.",
+         [({"client": name}, client["late_replies"]) for name, client in clients.items()]),
+        ("client_unusual_replies_total", "counter", "Replies that are named in the log as unusual.",
+         [({"client": name}, client["unusual_replies"]) for name, client in clients.items()]),
         ("client_bytes_total", "counter", "Bytes of tensors and numbers.",
          [({"client": name, **way}, client[f"bytes_{way['direction']}"])
           for name, client in clients.items() for way in (up, down)]),
