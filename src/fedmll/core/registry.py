@@ -58,6 +58,11 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     caller = sys._getframe(1).f_globals.get("__name__", "")
 
     def add(thing: T) -> T:
+        if kind == "source" and not hasattr(thing, "load"):
+            raise ConfigError(
+                f"the data source '{name}' must be a Source (fedmll.data.sources.base), and {_describe(thing)} was "
+                f"registered: write register('source', '{name}')(Source(description=…, load=…))."
+            )
         # a class or function has its own module, even if a base class registers it; other objects have none
         home = thing.__module__ if isinstance(thing, type | FunctionType) else caller
         homes = {home, _modules.get((kind, name), home)}
@@ -159,6 +164,10 @@ def load_plugin_file(path: Path) -> None:
 def checksum_of(path: Path) -> str | None:
     """The checksum of a plug-in file as it was imported; None if it was not imported."""
     return dict(_files.values()).get(path)
+
+
+def _describe(thing: object) -> str:
+    return f"the {type(thing).__name__} {getattr(thing, '__name__', thing)!s}"
 
 
 def _reason(error: BaseException) -> str:

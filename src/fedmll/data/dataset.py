@@ -51,6 +51,7 @@ class Dataset:
     files: NDArray[np.str_] | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.rows is None:
             object.__setattr__(self, "rows", np.arange(len(self.store), dtype=np.int64))
         if self.labels.shape != (len(self.rows), len(self.classes)) or self.labels.dtype != np.int8:
@@ -68,6 +69,21 @@ class Dataset:
                 raise DataError(
                     f"there are {len(self.rows)} samples and {len(values)} {name}; one per sample is needed."
                 )
+
+    def _check_types(self) -> None:
+        """Plug-ins make datasets too: a list instead of an array is explained here, not where it fails later."""
+        strings = ("U", "strings (N,)")
+        for name, (kinds, wanted) in {"rows": ("iu", "positions (N,)"), "groups": strings, "patients": strings}.items():
+            value = getattr(self, name)
+            is_right = isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in kinds
+            if value is not None and not is_right:
+                raise DataError(f"Dataset.{name} must be a NumPy array of {wanted}; it is {_describe(value)}.")
+        if not isinstance(self.labels, np.ndarray):
+            raise DataError(f"Dataset.labels must be a NumPy array of targets (N, C); it is {_describe(self.labels)}.")
+        if not all(hasattr(self.store, name) for name in ("shape", "dtype", "ndim", "__getitem__")):
+            raise DataError(f"Dataset.store must be a NumPy array of the samples; it is {_describe(self.store)}.")
+        if not isinstance(self.classes, tuple) or not all(isinstance(name, str) for name in self.classes):
+            raise DataError(f"Dataset.classes must be a tuple of names; it is {_describe(self.classes)}.")
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the name of a memory-mapped file, not its contents: the other process maps the same file."""
@@ -115,6 +131,10 @@ class Dataset:
         assert self.tokens is not None
         found: NDArray[np.float16] | NDArray[np.float32] = self.tokens[views, self.rows[positions]]
         return found
+
+
+def _describe(value: object) -> str:
+    return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)

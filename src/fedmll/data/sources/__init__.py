@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import tarfile
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +20,14 @@ from typing import Any
 
 from fedmll.config.settings import COMPOSITE, ReadingOptions
 from fedmll.core import registry
-from fedmll.core.errors import ConfigError, DataError
+from fedmll.core.errors import ConfigError, DataError, FedmllError
 from fedmll.core.text import suggest
 from fedmll.data.composite import CompositeOptions, compose
-from fedmll.data.dataset import Splits
+from fedmll.data.dataset import PRESENT, UNKNOWN, Dataset, Splits
 from fedmll.data.images.cache import Progress, no_progress
 from fedmll.data.images.decode import Size, height_and_width
 from fedmll.data.sources.base import DownloadableFile, Source, SourceRequest
+from fedmll.data.targets import check_classes
 
 LARGEST_SIZE = 4_096
 
@@ -96,11 +98,59 @@ def load(
         require_positives=require_positives,
         reading=reading,
     )
-    splits = source.load(request)
+    is_added = source in registry.find_added("source").values()
+    splits = _load_added(name, source, request) if is_added else source.load(request)
     if splits.train.is_images:
         _, height, width = splits.train.sample_shape
         splits = replace(splits, size=(height, width))
     return compose(splits, composition, seed, name, progress) if composed else splits
+
+
+def _load_added(name: str, source: Source, request: SourceRequest) -> Splits:
+    """Load data by a plug-in's source, and check what it returns before anything is done with it."""
+    where = f"The data source '{name}'"
+    try:
+        splits = source.load(request)
+    except FedmllError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"in {Path(last.filename).name}, line {last.lineno}"
+        if last.filename == __file__:  # the call itself failed
+            place = "because its function load must take one argument, the SourceRequest"
+        raise DataError(f"{where} failed {place}: {type(error).__name__}: {error}") from error
+    if not isinstance(splits, Splits):
+        raise DataError(f"{where} must return Splits(train, test); its function load returned {_kind(splits)}.")
+    parts = {"train": splits.train, "test": splits.test, "validation": splits.validation}
+    for part, data in parts.items():
+        if data is None and part == "validation":
+            continue
+        if not isinstance(data, Dataset):
+            raise DataError(f"{where}: Splits.{part} must be a Dataset; it is {_kind(data)}.")
+        if not len(data):
+            raise DataError(f"{where}: Splits.{part} has no samples.")
+        if data.classes != splits.train.classes or data.sample_shape != splits.train.sample_shape:
+            raise DataError(
+                f"{where}: Splits.{part} must have the classes and the sample shape of Splits.train; it has "
+                f"{len(data.classes)} classes and {data.sample_shape}, and train has {len(splits.train.classes)} and "
+                f"{splits.train.sample_shape}."
+            )
+        if data.labels.min() < UNKNOWN or data.labels.max() > PRESENT:
+            raise DataError(f"{where}: the labels of Splits.{part} must be 1 (present), 0 (absent) or -1 (unknown).")
+        if data.rows.min() < 0 or data.rows.max() >= len(data.store):
+            raise DataError(f"{where}: the rows of Splits.{part} must be positions in its {len(data.store)} samples.")
+    check_classes(splits.train.classes, where)
+    if splits.train.is_images != source.images:
+        found = "images" if splits.train.is_images else "feature vectors"
+        raise DataError(
+            f"{where} returned {found} {splits.train.sample_shape}; say so with images={splits.train.is_images} in its "
+            "Source."
+        )
+    return splits
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def describe_sources(root: Path | None = None) -> list[SourceDescription]:

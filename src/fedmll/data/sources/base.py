@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedmll.config.settings import ReadingOptions
-from fedmll.core.errors import DataError
+from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.dataset import Splits
 from fedmll.data.images.cache import Progress, no_progress
 
@@ -86,6 +86,11 @@ class Source:
     licence: str = ""
     published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     downloads: Mapping[str, tuple[DownloadableFile, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("load", "available"):
+            if not callable(getattr(self, name)):
+                raise ConfigError(f"{name} of a Source must be a function; it is {getattr(self, name)!r}.")
 
     def names(self, name: str) -> list[str]:
         """The names of the source's variants, as written after --data."""
