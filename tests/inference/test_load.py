@@ -21,7 +21,8 @@ from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.federation import Federation, build
 from fedmll.evaluation.thresholds import best_thresholds
 from fedmll.inference.image_predictions import decode_batches, find_images, read_pixels
-from fedmll.inference.model_file import METADATA_KEY, write_model
+from fedmll.inference.model_file import write_model
+from fedmll.models.pretrained_weights import METADATA_KEY
 from fedmll.runs.array_files import read_predictions
 from fedmll.runs.run_folder import MODEL_FILE, PREDICTIONS_FILE
 

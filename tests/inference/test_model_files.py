@@ -25,8 +25,9 @@ from typer.testing import CliRunner
 from fedmll import load_model, load_run, run
 from fedmll.cli.main import app
 from fedmll.core.errors import ConfigError, FedmllError
-from fedmll.inference.model_file import METADATA_KEY, write_model
+from fedmll.inference.model_file import write_model
 from fedmll.inference.model_metadata import PluginWarning
+from fedmll.models.pretrained_weights import METADATA_KEY
 from fedmll.runs.run_folder import MODEL_FILE
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\n"
@@ -274,7 +275,7 @@ def test_very_long_metadata_is_rejected(trained: Path, images: Path, tmp_path: P
 HUGE: dict[str, Change] = {
     "image": lambda described, _: described.update(sample_shape=[1, 60_000, 60_000]),
     "layers": lambda described, _: described["experiment"]["model"].update(channels=[60_000, 60_000]),
-    "neck": lambda described, _: described["experiment"]["model"].update(width=2**34),
+    "neck": lambda described, _: described["experiment"]["model"].update(channels=[60_000], width=60_000),
     "etf": lambda described, _: (
         described["experiment"].update(method={"name": "fednca-ml"}),
         described["experiment"]["model"].update(channels=[60_000]),

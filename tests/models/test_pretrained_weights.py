@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import small
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import fedmll
+from fedmll import run
 from fedmll.config.experiment import Experiment
 from fedmll.config.settings import ModelSettings
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
+from fedmll.inference.model_file import write_model
 from fedmll.models.backbones import build_backbone, pixel_scale
 from fedmll.models.backbones.base import read_weights
 from fedmll.models.pretrained_weights import IMAGENET_MEAN, IMAGENET_STD, PUBLISHED, find_weights_file
@@ -105,10 +108,25 @@ def test_a_run_starts_from_an_earlier_one(tmp_path: Path) -> None:
         small().changed({"model.weights": f"run:{tmp_path}"})
 
 
+def test_damaged_model_of_an_earlier_run_is_rejected(fedmll: Any, tmp_path: Path) -> None:
+    """One flipped bit in the weights would otherwise give another start, without a word."""
+    run(small(training__rounds=1), tmp_path / "first")
+    file = tmp_path / "first" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
+    settings = ["--set", "training.rounds=1", "--set", "data.size=16", "--set", "model.weights=run:first"]
+    settings += ["--set", "model.channels=[8, 16]", "--set", "partition.clients=2"]
+    code, out, error = fedmll("run", *settings)
+    assert code == 2, out + error
+    assert "is damaged: its content does not match its checksum" in error and "Traceback" not in error
+
+
 def test_colour_filters_of_an_earlier_run_take_grey_images(tmp_path: Path) -> None:
     model = ModelSettings(backbone="convnet", channels=(4, 4))
     colour = build_backbone(model, (3, 16, 16), seed=0).eval()
-    save_file({f"backbone.{name}": w for name, w in colour.state_dict().items()}, tmp_path / "model.safetensors")
+    weights = {f"backbone.{name}": w for name, w in colour.state_dict().items()}
+    write_model(tmp_path / "model.safetensors", weights, {})
     (tmp_path / "experiment.toml").write_text('[model]\nbackbone = "convnet"\n')
     grey = build_backbone(model.model_copy(update={"weights": f"run:{tmp_path}"}), (1, 16, 16), seed=1).eval()
     image = torch.randn(2, 1, 16, 16)
@@ -125,7 +143,8 @@ def test_a_transformer_of_an_earlier_run(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.add_(1)
-    save_file({f"backbone.{name}": w for name, w in trained.state_dict().items()}, tmp_path / "model.safetensors")
+    weights = {f"backbone.{name}": w for name, w in trained.state_dict().items()}
+    write_model(tmp_path / "model.safetensors", weights, {})
     (tmp_path / "experiment.toml").write_text(f'[model]\nbackbone = "vit"\nweights = "{tmp_path / "vit"}"\n')
     again = build_backbone(ModelSettings(backbone="vit", weights=f"run:{tmp_path}"), (3, 16, 16), seed=0)
     assert all(torch.equal(w, trained.state_dict()[name]) for name, w in again.state_dict().items())

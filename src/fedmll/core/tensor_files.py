@@ -72,10 +72,16 @@ def _text_checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def checksum_with_description(tensors: Tensors, description: Mapping[str, Any]) -> str:
+    """SHA-256 of a model file: of its tensors, and of its description without the key `checksum`."""
+    described = {name: value for name, value in description.items() if name != "checksum"}
+    return _text_checksum(json.dumps(described, sort_keys=True) + _checksum(tensors))
+
+
 def _checksum(tensors: Tensors) -> str:
     """SHA-256 of the names, types, shapes and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}\x1f".encode())
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

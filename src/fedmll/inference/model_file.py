@@ -8,7 +8,6 @@ named in it, and passed by the user who loads it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import warnings
@@ -29,6 +28,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core import files, registry
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.message import Tensors
+from fedmll.core.tensor_files import checksum_with_description
 from fedmll.core.text import suggest
 from fedmll.core.versions import fedmll_version
 from fedmll.data.dataset import Dataset
@@ -49,8 +49,8 @@ from fedmll.methods.client_round import EVALUATION_BATCH
 from fedmll.methods.task import Task
 from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat_weights import FrozenState
+from fedmll.models.pretrained_weights import METADATA_KEY
 
-METADATA_KEY = "fedmll"
 MIN_ALLOCATION = 2**24  # values; see AllocationLimit
 MIN_TENSOR = 2**10  # values that the smallest tensor counts as: millions of tiny layers need memory too
 HOW_TO_REPAIR = "Copy it again; if the run's checkpoints are there, `fedmll resume FOLDER` writes it again."
@@ -106,17 +106,7 @@ def write_model(file: Path, weights: Tensors, description: Mapping[str, Any]) ->
 
 def build_metadata(weights: Tensors, description: Mapping[str, Any]) -> dict[str, str]:
     """The metadata of a model file: its description with the checksum. One key, as the order of several is random."""
-    return {METADATA_KEY: json.dumps({**description, "checksum": content_checksum(weights, description)})}
-
-
-def content_checksum(weights: Tensors, description: Mapping[str, Any]) -> str:
-    """The SHA-256 of a description, without its checksum, and of the names, types, shapes and values of all tensors."""
-    described = {name: value for name, value in description.items() if name != "checksum"}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return {METADATA_KEY: json.dumps({**description, "checksum": checksum_with_description(weights, description)})}
 
 
 class AllocationLimit(TorchFunctionMode):
@@ -335,7 +325,7 @@ def read_model(file: Path | str) -> SavedModel:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError, OSError) as error:
         raise DataError(f"{file} is not a complete model file ({_one_line(error)}). {HOW_TO_REPAIR}") from None
-    if description.get("checksum") != content_checksum(weights, description):
+    if description.get("checksum") != checksum_with_description(weights, description):
         raise DataError(f"{file} is damaged: its content does not match its checksum. {HOW_TO_REPAIR}")
     return SavedModel(file, description, weights)
 

@@ -60,7 +60,7 @@ class ModelDescription(BaseModel):
     """The metadata of a model file: every key and its type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    checksum: str  # of everything else in the file: see model_file.content_checksum
+    checksum: str  # of everything else in the file: see core/tensor_files.py
     format: int
     versions: dict[str, str]
     method: str

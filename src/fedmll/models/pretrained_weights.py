@@ -22,6 +22,7 @@ from fedmll.data.images.cache import cache_folder
 
 PixelScaling = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std of pixels in [0, 1]
 
+METADATA_KEY = "fedmll"  # of a run's model.safetensors: the description of the model, as JSON
 TORCHVISION = "https://download.pytorch.org/models/"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

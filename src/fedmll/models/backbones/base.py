@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,7 +18,14 @@ from fedmll.config.settings import ModelSettings
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError, FedmllError
 from fedmll.core.seeding import derive
-from fedmll.models.pretrained_weights import PUBLISHED, find_weights_file, is_run, read_run_model_settings
+from fedmll.core.tensor_files import checksum_with_description
+from fedmll.models.pretrained_weights import (
+    METADATA_KEY,
+    PUBLISHED,
+    find_weights_file,
+    is_run,
+    read_run_model_settings,
+)
 
 B = TypeVar("B", bound="Backbone")
 CLASSIFIERS = ("fc.", "classifier.")  # torchvision's names
@@ -111,12 +119,29 @@ def _build(model: ModelSettings, sample_shape: tuple[int, ...]) -> Backbone:
     # only the folder of a pretrained transformer describes its architecture
     origin = before.weights if model.backbone == "vit" else None
     backbone = _build(model.model_copy(update={"weights": origin}), sample_shape)
-    weights = read_weights(find_weights_file(model.pretrained))
+    weights = _read_run_weights(find_weights_file(model.pretrained))
     start = "backbone."
     backbone.load(
         {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}, model.pretrained
     )
     return backbone
+
+
+def _read_run_weights(file: Path) -> dict[str, Tensor]:
+    weights = read_weights(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata() or {}
+    try:
+        description = json.loads(metadata.get(METADATA_KEY, ""))
+        is_whole = description["checksum"] == checksum_with_description(weights, description)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise ConfigError(
+            f"model.weights = {file} is damaged: its content does not match its checksum. Copy the run again, or "
+            f"delete the file and run `fedmll resume {file.parent}`, which writes it again."
+        )
+    return weights
 
 
 def _call_builder(model: ModelSettings, sample_shape: tuple[int, ...]) -> Backbone:
