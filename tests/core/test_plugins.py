@@ -229,9 +229,11 @@ def test_error_names_a_plugin_file_that_cannot_be_imported(code: str, message: s
 def test_changed_plugin_file_is_imported_again(tmp_path: Path) -> None:
     file = tmp_path / "again.py"
     for value in (1.0, 2.0, 2.0):
-        file.write_text(f"from fedmll import register\n@register('loss', 'again')\ndef f(*_): return {value}")
+        file.write_text(
+            f"from fedmll import register\n@register('loss', 'again')\ndef f(logits, *_): return {value} * logits"
+        )
         experiment_with(file, training={"loss": "again"})
-        assert registry.find("loss", "again")() == value
+        assert registry.find("loss", "again")(1.0) == value
 
 
 def test_error_names_an_installed_package_that_cannot_be_imported(packages: Path, tmp_path: Path) -> None:

@@ -169,8 +169,11 @@ def test_error_names_a_client_that_kills_its_worker_twice(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_error_in_a_method_shows_its_traceback(workers: int) -> None:
-    with pytest.raises((RuntimeError, ValueError), match="a bug in a method"):
+def test_error_in_a_part_names_the_part_the_hook_and_the_line(workers: int) -> None:
+    said = (
+        r"The part 'test-bug' failed in `on_round_start` with ValueError: a bug in a method \(test_local.py, line \d+\)"
+    )
+    with pytest.raises(ConfigError, match=said):
         run(small(method__name="test-broken", engine__workers=workers))
 
 

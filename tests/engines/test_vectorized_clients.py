@@ -359,7 +359,7 @@ def test_on_gradients_may_use_only_rows_of_weights(vectors: dict[str, Any]) -> N
         "method__parts": ("unknown-as-negative", "test-curious"),
         "training__clients_per_batch": 4,
     }
-    with pytest.raises(AttributeError, match=r"weights.add_gradient, but not weights.vector"):
+    with pytest.raises(ConfigError, match=r"'test-curious' failed in `on_gradients` .*, but not weights.vector"):
         run(experiment(**setting))
 
 

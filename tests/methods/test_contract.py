@@ -15,7 +15,7 @@ from torch import Tensor
 from fedmll import resume, run
 from fedmll.core.errors import ReplyRejected
 from fedmll.core.message import DiskBuffer, Message, Tensors
-from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.base import Aggregator, ImageTransform, Part, PartOptions, Records, TensorSpec, option
 from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.method import Method
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
@@ -33,7 +33,7 @@ from fedmll.testing import (
 LABELS = np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0], [0, 1, -1], [0, 0, 1]])
 
 
-class Brightness(Part):
+class Brightness(ImageTransform):
     """The mean pixel of all clients is known before round 1; of the last model's world after it."""
 
     name = "test-brightness"

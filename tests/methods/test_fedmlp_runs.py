@@ -17,7 +17,9 @@ from fedmlp_builders import EARLY
 from safetensors.torch import load_file
 
 from fedmll import resume, run
+from fedmll.core.errors import ConfigError
 from fedmll.core.message import Tensors
+from fedmll.data import federation
 from fedmll.methods.client_round import Batch, Client
 from fedmll.runs.run_folder import MetricsRow
 from fedmll.training.callbacks import Callback
@@ -123,3 +125,20 @@ def test_a_killed_run_has_the_same_tags_and_weights(tmp_path: Path) -> None:
     assert not (killed / "summary.json").exists()
     resume(killed)
     assert_same(tmp_path / "whole", killed)
+
+
+def test_class_without_positives_at_its_annotating_clients_is_named_truthfully() -> None:
+    """Three clients annotate "two", and the partition gave its samples to the fourth."""
+    experiment = small(
+        method__name="fedmlp",
+        partition__kind="labels-per-client",
+        partition__labels_per_client=4,
+        partition__clients=4,
+        annotation__kind="missing",
+        annotation__missing=3,
+    )
+    assert federation.build(experiment).annotated[:, 2].sum() == 3
+    with pytest.raises(ConfigError) as refused:
+        run(experiment)
+    assert "a client that annotates the class and has positives of it, and there is none for two." in str(refused.value)
+    assert "No client annotates" not in str(refused.value)

@@ -7,7 +7,7 @@ import torch
 from conftest import small
 
 from fedmll.core.errors import ConfigError
-from fedmll.core.registry import all_of
+from fedmll.core.registry import all_of, register
 from fedmll.methods import losses
 from fedmll.testing import first_step, make_client, make_trainer, start_round
 
@@ -177,3 +177,35 @@ def test_ordinary_losses_work_with_parts_for_unknown_targets() -> None:
     assert small(method__name="condist", training__loss="asl").training.loss == "asl"
     assert small(method__name="fedmlp", training__loss="weighted").training.loss == "weighted"
     assert small(training__loss="splc").training.loss == "splc"
+
+
+WRONG_LOSSES = {
+    "mean": (lambda z, y, w: ((torch.sigmoid(z) - y) ** 2).mean(), r"returns a tensor of the shape \(\) for logits"),
+    "per-class": (lambda z, y, w: ((torch.sigmoid(z) - y) ** 2).mean(0), r"returns a tensor of the shape \(3,\)"),
+    "float": (lambda z, y, w: 0.5, "returns float"),
+    "detached": (lambda z, y, w: (z.detach() - y) ** 2, "returns a tensor without a gradient"),
+    "two-arguments": (lambda z, y: (z - y) ** 2, "fails with TypeError"),
+    "module": (torch.nn.BCEWithLogitsLoss(), "fails with TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LOSSES)
+def test_loss_that_does_not_return_one_value_per_entry_is_refused_before_training(name: str) -> None:
+    """A mean over the batch would silently teach unknown targets as absent."""
+    function, problem = WRONG_LOSSES[name]
+    register("loss", f"wrong-{name}")(function)
+    with pytest.raises(ConfigError, match=rf"The loss 'wrong-{name}' {problem}.*It must .*\(batch, classes\)"):
+        small(training__loss=f"wrong-{name}", method__name="fedavg-pl")
+
+
+def test_own_loss_leaves_unknown_targets_out() -> None:
+    register("loss", "own-squared")(lambda z, y, w: (torch.sigmoid(z) - y) ** 2)
+    trainer = make_trainer(small(training__loss="own-squared", method__name="fedavg-pl"), ("a", "b", "c"))
+    found = []
+    for unknown in (-1, 1):
+        client = make_client(trainer, np.array([[1, 0, unknown], [0, 1, -1]]))
+        found.append(trainer.loss(first_step(trainer, start_round(trainer, client))).item())
+    assert found[0] != found[1]
+    step = first_step(trainer, start_round(trainer, make_client(trainer, np.array([[1, 0, -1], [0, 1, -1]]))))
+    known = (torch.sigmoid(step.logits) - step.present).square()[:, :2]
+    assert trainer.loss(step).item() == pytest.approx(known.mean().item())

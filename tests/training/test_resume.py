@@ -382,7 +382,7 @@ def test_upper_bound_takes_the_options_of_its_method() -> None:
         skewed(method__of="fednca-ml", method__mu=1)
     with pytest.raises(ConfigError, match="no method 'fednca'"):
         skewed(method__of="fednca")
-    with pytest.raises(ConfigError, match="is the method that"):
+    with pytest.raises(ConfigError, match="is the method that `centralized` trains"):
         skewed(method__of="centralized")
 
 

@@ -43,6 +43,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 }
 ENTRY_POINT_GROUP = "fedmll.plugins"
 _registered: dict[str, dict[str, Any]] = {kind: {} for kind in BUILT_IN}
+_bases: dict[str, type] = {}  # kind → the class that everything of the kind is derived from
 _modules: dict[tuple[str, str], str] = {}  # (kind, name) → the module that registered it
 _files: dict[str, tuple[Path, str]] = {}  # module → its plug-in file, and the checksum of the imported version
 _loading: set[str] = set()  # entry points that are loaded or being loaded
@@ -80,13 +81,29 @@ def find(kind: str, name: str) -> Any:
     _import_all(kind)
     if name not in _registered[kind]:
         raise ConfigError(f"There is no {kind} '{name}'{suggest(name, _registered[kind])}")
-    return _registered[kind][name]
+    return _checked(kind, name)
 
 
 def all_of(kind: str) -> dict[str, Any]:
     """All registered objects of a kind by name, sorted."""
     _import_all(kind)
-    return dict(sorted(_registered[kind].items()))
+    return {name: _checked(kind, name) for name in sorted(_registered[kind])}
+
+
+def require_subclass(kind: str, base: type) -> None:
+    """Everything of a kind must be a subclass of `base`, which has a `name`. It is checked when a name is looked up."""
+    _bases[kind] = base
+
+
+def _checked(kind: str, name: str) -> Any:
+    thing, base = _registered[kind][name], _bases.get(kind)
+    if base is not None and not (isinstance(thing, type) and issubclass(thing, base) and getattr(thing, "name", None)):
+        what = f"the class {thing.__name__}" if isinstance(thing, type) else f"an object of {type(thing).__name__}"
+        raise ConfigError(
+            f"The {kind} '{name}' is {what} ({_modules[kind, name]}), and must be a subclass of "
+            f"{base.__module__}.{base.__name__} with a `name`; such a class registers itself."
+        )
+    return thing
 
 
 def find_added(kind: str) -> dict[str, Any]:

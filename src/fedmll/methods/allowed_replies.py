@@ -197,9 +197,12 @@ def find_name_problem(specs: Mapping[str, TensorSpec], reply: Message) -> ReplyP
     missing, unknown = specs.keys() - reply.tensors.keys(), reply.tensors.keys() - specs.keys()
     if missing:
         return ReplyProblem(ProblemCode.NAMES, f"it lacks {', '.join(sorted(missing))}")
-    return (
-        ReplyProblem(ProblemCode.NAMES, f"it holds the unknown key {', '.join(sorted(unknown))}") if unknown else None
-    )
+    if not unknown:
+        return None
+    parts = sorted({name.rpartition("/")[0] for name in unknown} - {""})
+    whose = ", ".join(f"neither in `sums` nor in `reply_spec` of the part '{part}'" for part in parts)
+    text = f"it holds the unknown key {', '.join(sorted(unknown))}{f' ({whose})' if whose else ''}"
+    return ReplyProblem(ProblemCode.NAMES, text)
 
 
 def find_tensor_problem(specs: Mapping[str, TensorSpec], reply: Message) -> ReplyProblem | None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
-from fedmll.core.registry import register
+from fedmll.core.registry import register, require_subclass
+from fedmll.methods import contract_checks
 from fedmll.methods.allowed_replies import TensorSpec as TensorSpec
 from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.task import Task
@@ -88,6 +89,9 @@ class Component:
             if cls.name in RESERVED or not set("/.").isdisjoint(cls.name):
                 raise ConfigError(f"A {cls.kind} cannot be called '{cls.name}'; choose another name.")
             register(cls.kind, cls.name)(cls)
+        if not contract_checks.is_built_in(cls):
+            own = (Head,) if issubclass(cls, Head) else (Part, TargetLoss, ImageTransform, TruthAudit)
+            contract_checks.check_component(cls, (Component, *own))
 
     @classmethod
     def shared_options(cls) -> list[str]:
@@ -159,7 +163,13 @@ class SumAggregator(Aggregator):
         self.totals = {name: torch.zeros((), dtype=torch.float64) for name in part.sums}
 
     def add(self, client: ClientInfo, reply: Message) -> None:
-        for name, tensor in self.part.summands(client, reply).items():
+        summands = self.part.summands(client, reply)
+        if summands.keys() != self.totals.keys():
+            raise ConfigError(
+                f"The part '{self.part.name}': `summands` returned {', '.join(summands) or 'nothing'}, and must return "
+                f"the tensors in `sums`: {', '.join(self.totals)}."
+            )
+        for name, tensor in summands.items():
             self.totals[name] = self.totals[name] + tensor
 
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
@@ -193,6 +203,11 @@ class Part(Component):
         """Client: what this part keeps between the client's rounds. Change it in place."""
         return client_round.client_state(self.name)
 
+    def _check_names(self, declared: str, tensors: Tensors, problem: str) -> None:
+        for name in getattr(self, declared):
+            if name not in tensors:
+                raise ConfigError(f"The part '{self.name}' has '{name}' in `{declared}`, which {problem}.")
+
     # ---- hooks on the server
 
     def validate_clients(self, clients: Sequence[ClientInfo]) -> None:
@@ -205,6 +220,7 @@ class Part(Component):
 
     def send(self, state: Tensors, client: ClientInfo, round: int) -> Tensors:
         """What one client receives. Tensors taken from the state unchanged are transferred to a worker once."""
+        self._check_names("sends", state, "is not in its state: return it from `initial_state` and `update_state`")
         return {name: state[name] for name in self.sends}
 
     def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
@@ -212,6 +228,7 @@ class Part(Component):
         weights. The default: the tensors in `sums`, each with the shape of the tensor of the same name that was
         sent."""
         bound = LARGEST_SUMMED
+        self._check_names("sums", sent, "is not a tensor that it sends: describe it with a TensorSpec in `reply_spec`")
         return {name: TensorSpec(tuple(sent[name].shape), sent[name].dtype, -bound, bound) for name in self.sums}
 
     def summands(self, client: ClientInfo, reply: Message) -> Tensors:
@@ -220,6 +237,7 @@ class Part(Component):
 
     def update_state(self, state: Tensors, sums: Tensors, round: int) -> tuple[Tensors, Records]:
         """The next state, complete, and what is logged. Called after a round with the sums over its clients."""
+        self._check_names("sums", state, "is not in its state: write `update_state`, or return it in `initial_state`")
         return state | {name: total.to(state[name].dtype) for name, total in sums.items()}, {}
 
     def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
@@ -295,6 +313,10 @@ class TruthAudit(Part):
     def audit_records(self, total: Tensor) -> Records:
         """What is logged of the sum."""
         return {}
+
+
+require_subclass("head", Head)
+require_subclass("part", Part)
 
 
 def overrides(part: type[Part], hook: str) -> bool:

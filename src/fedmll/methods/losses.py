@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedmll.core import registry
+from fedmll.core.errors import ConfigError
 from fedmll.core.registry import register
 from fedmll.methods.base import TargetLoss, vectorized
 from fedmll.methods.client_round import ClientRound, TrainStep
@@ -42,6 +43,30 @@ def entrywise(
         return loss.of(logits, targets, round)
     found: Tensor = loss(logits, (targets == 1).to(logits.dtype), positive_weight)
     return found
+
+
+def check_loss(name: str) -> None:
+    """Raise a ConfigError if a loss does not return one value per entry. A mean or sum over a batch would also teach
+    unknown targets, because no entry could be left out."""
+    logits, targets = torch.zeros(2, 3, requires_grad=True), torch.tensor([[1, 0, -1], [0, 1, 0]])
+    try:
+        found: object = entrywise(name, logits, targets, torch.ones(3))
+    except Exception as error:
+        found = error
+    if isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point() and found.requires_grad:
+        return
+    if isinstance(found, Exception):
+        problem = f"fails with {type(found).__name__}: {found}".rstrip(".")
+    elif not isinstance(found, Tensor):
+        problem = f"returns {type(found).__name__}"
+    elif found.shape == logits.shape:
+        problem = "returns a tensor without a gradient"
+    else:
+        problem = f"returns a tensor of the shape {tuple(found.shape)} for logits of the shape {tuple(logits.shape)}"
+    raise ConfigError(
+        f"The loss '{name}' {problem}. It must be a function (logits, targets, positive_weight) that returns one value "
+        "per sample and class: a differentiable tensor (batch, classes), as with reduction='none' in torch."
+    )
 
 
 @register("loss", "bce")

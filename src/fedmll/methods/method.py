@@ -13,6 +13,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import AggregationError, ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.seeding import derive
+from fedmll.methods import contract_checks
 from fedmll.methods.allowed_replies import ReplyProblem, all_finite, find_reply_problem, has_negative_variance
 from fedmll.methods.base import (
     Aggregator,
@@ -57,6 +58,8 @@ class Method(MethodEntry):
     def __init_subclass__(cls) -> None:
         """The options of a method are its own, those of its head and parts, and its choices."""
         if cls.__dict__.get("name"):
+            if not contract_checks.is_built_in(cls):
+                contract_checks.check_method(cls, Part, Head, PartChoice)
             check_option_names(cls.name, cls.every_component())
             fields: dict[str, Any] = {choice.option: choice.field for choice in cls.choices()}
             bases = dict.fromkeys((cls.Options, *(component.Options for component in cls.every_component())))
@@ -151,7 +154,10 @@ class Method(MethodEntry):
         backbone = freeze_and_add_neck(build_backbone(setting, self.task.sample_shape, seed, layout), setting, seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.task.seed, "head"))
-            return self.network_head.build(backbone)
+            model = self.network_head.build(backbone)
+        if not contract_checks.is_built_in(type(self.network_head)):
+            contract_checks.check_network(self.network_head, model, self.task.sample_shape, len(self.task.classes))
+        return model
 
     def bind(self, model: Network, weights: FlatWeights) -> None:
         for part in self.active_parts:

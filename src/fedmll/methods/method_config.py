@@ -157,3 +157,6 @@ class MethodEntry:
     def default_recipe(cls) -> MethodRecipe | None:
         """The recipe with the default options; None if there is none of its own."""
         return None
+
+
+registry.require_subclass("method", MethodEntry)

@@ -110,6 +110,7 @@ class MethodRecipe:
 
     def _check_loss(self, training: TrainingSettings) -> None:
         target_loss = next(part for part in self.parts if issubclass(part, TargetLoss))
+        losses.check_loss(training.loss)
         setting = f"training.loss = '{training.loss}'"
         if training.loss != "bce" and target_loss.accepts == "none":
             raise ConfigError(

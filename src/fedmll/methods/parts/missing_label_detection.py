@@ -46,8 +46,8 @@ class FedMLPPart(TwoStagePart):
         nobody = [name for name, somebody in zip(self.task.classes, known, strict=True) if not somebody]
         if nobody:
             raise ConfigError(
-                f"No client annotates {', '.join(nobody)}, and FedMLP can only spread what some client knows. Leave "
-                "such classes out, or let a client annotate them."
+                "FedMLP needs for every class a client that annotates the class and has positives of it, and there is "
+                f"none for {', '.join(nobody)}. Leave such classes out, or change the partition or the annotation."
             )
 
     def second_stage(self, round: int) -> bool:
