@@ -210,6 +210,31 @@ def test_pipe_in_a_folder_of_images_is_rejected_without_waiting(tmp_path: Path) 
         splits.train.samples(slice(None))
 
 
+@pytest.mark.parametrize("shape", [(60_000, 60_000, 3), (8, 8), (8, 8, 3, 1)])
+def test_hdf5_image_of_absurd_shape_is_rejected_before_it_is_read(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    h5py = pytest.importorskip("h5py", reason="h5py is not installed (fedmll[hdf5])")
+    with h5py.File(tmp_path / "flair.hdf5", "w") as archive:
+        for part in ("train", "val", "test"):
+            group = archive.create_group(f"{part}/{part}-image")
+            group.create_dataset("image", shape=shape, dtype=np.uint8, chunks=tuple(min(s, 64) for s in shape))
+            for name, value in (("labels", "cat"), ("fine_grained_labels", "cat"), ("user_id", "u")):
+                group[name] = value
+    assert (tmp_path / "flair.hdf5").stat().st_size < MEGABYTE
+    with pytest.raises(
+        DataError, match=r"The first image of .* cannot be decoded \((60000 × 60000 pixels|an image must be)"
+    ):
+        load("flair:coarse", tmp_path)
+
+
+def test_pipe_instead_of_annotations_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "train2017").mkdir()
+    (tmp_path / "annotations" / "instances_val2017.json").write_text("{}")
+    os.mkfifo(tmp_path / "annotations" / "instances_train2017.json")
+    with pytest.raises(DataError, match=r"missing: .*instances_train2017\.json"):
+        load("coco:2017", tmp_path)
+
+
 @pytest.mark.parametrize("read", READERS[:4])
 def test_pipe_in_the_labels_file_is_a_missing_image(tmp_path: Path, read: Callable[[Path], None]) -> None:
     folder_of(tmp_path)

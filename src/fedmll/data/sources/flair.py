@@ -116,7 +116,7 @@ def load(request: SourceRequest) -> Splits:
         read = lambda row: folder / f"{ids[row].decode()}.jpg"  # noqa: E731
     else:
         read = pixels_reader(file, found.images, found.users[found.user], found.split)
-    sides, notes = _sides(read(0), request.size)
+    sides, notes = _sides(read, request.size, f"'{file or root}'")
     store = cast("NDArray[np.uint8]", LazyImages(content_key(key, sides), (len(found.images), 3, *sides), read))
     users = found.users.astype(np.str_)
     parts = []
@@ -131,16 +131,18 @@ def load(request: SourceRequest) -> Splits:
     return Splits(train, test, validation if len(validation) else None, notes=notes)
 
 
-def _sides(first: Any, size: tuple[int, int] | None) -> tuple[tuple[int, int], tuple[str, ...]]:
-    """What images become, by the same rule as everywhere; all of FLAIR's have the size of the first."""
-    if isinstance(first, np.ndarray):
-        height, width = first.shape[:2]
-    else:
-        try:
-            with open_image(first) as image:
-                width, height = image.size
-        except IMAGE_ERRORS as error:
-            raise DataError(f"'{first}' cannot be decoded ({describe_image_error(error)}). Replace it.") from None
+def _sides(
+    read: Callable[[int], Any], size: tuple[int, int] | None, where: str
+) -> tuple[tuple[int, int], tuple[str, ...]]:
+    """The size after resizing, by the same rule as everywhere; all images of FLAIR have the size of the first."""
+    first = None
+    try:
+        first = read(0)
+        with open_image(first) as image:
+            width, height = image.size
+    except IMAGE_ERRORS as error:
+        name = f"'{first}'" if isinstance(first, Path) else f"The first image of {where}"
+        raise DataError(f"{name} cannot be decoded ({describe_image_error(error)}). Replace it.") from None
     native = max(height, width) <= LARGEST_NATIVE_SIDE
     sides = size or ((height, width) if native else (DEFAULT_SIDE, DEFAULT_SIDE))
     if sides == (height, width):
@@ -316,6 +318,8 @@ def pixels_reader(
         image, _, place = images[row].decode().rpartition(SEPARATOR)
         part = archive[parts[int(split[row])]]
         found = part[users[row].decode()]["images"] if place else part[image]["image"]
+        if found.ndim != (4 if place else 3) or found.shape[-1] != 3 or found.dtype != np.uint8:
+            raise ValueError(f"an image must be uint8 (height, width, 3); it is {found.dtype} {found.shape}")
         check_pixels(*found.shape[-3:-1])  # before it is inflated
         return np.asarray(found[int(place)] if place else found)
 

@@ -81,7 +81,7 @@ def encoded_images(table: LabelTable) -> EncodedImages:
 
 def check_exist(problems: Problems, *needed: Path) -> bool:
     """Whether these files and folders exist; missing ones are added to the problems."""
-    missing = [repr(str(path)) for path in needed if not path.exists()]
+    missing = [repr(str(path)) for path in needed if not (path.is_file() or path.is_dir())]  # a pipe is neither
     if missing:
         problems.add(f"missing: {abbreviate(missing)}. Unpack the archives again without changes.")
     return not missing
