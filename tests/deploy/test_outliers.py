@@ -253,6 +253,7 @@ def test_a_client_that_hardly_moves_makes_no_other_client_an_outlier() -> None:
     assert list(compare((10, 9.0, 1), (10, 1.0, 1), (10, 0.0, 1)).find_outliers()) == ["c0"]
 
 
+FROZEN = {"model.freeze": "backbone", "model.weights": "random"}
 SKEWED = [
     {"partition.beta": 0.05, "partition.minimum": 2},
     {"partition.beta": 0.3, "training.optimizer": "sgd", "training.lr": 0.5, "training.momentum": 0.9},
@@ -268,7 +269,7 @@ SKEWED = [
     {"method.name": "fedavg-pl", "annotation.kind": "missing", "annotation.missing": 8, "partition.beta": 0.05},
     {"method.name": "fedcurv", "partition.beta": 0.05},
     {"method.name": "fedmlp", "partition.beta": 0.05, "annotation.kind": "missing", "annotation.missing": 5},
-    {"method.name": "fed-ridge", "model.freeze": "backbone", "method.calibrate": "platt", "partition.beta": 0.05},
+    {"method.name": "fed-ridge", "method.calibrate": "platt", "partition.beta": 0.05, **FROZEN},
 ]
 
 
@@ -304,6 +305,24 @@ def test_honest_clients_stay_far_below_the_limits(settings: dict[str, Any], tmp_
 
 
 FEDCURV: Any = {"method__name": "fedcurv", "training__optimizer": "sgd", "training__lr": 0.3}
+
+
+def test_first_reply_of_a_late_client_is_compared_with_first_replies() -> None:
+    """SCAFFOLD: the first change of a control variate is the whole gradient; later ones are small."""
+
+    def compare_changes(medians: dict[str, float], *norms: float) -> ReplyComparison:
+        comparison = ReplyComparison(0, medians)
+        for number, norm in enumerate(norms):
+            reply = Message({"control-variates/change": torch.tensor([norm])})
+            comparison.add(f"c{number}", samples=10, sent=Message(), reply=reply)
+        return comparison
+
+    medians = compare_changes({}, 8.0, 9.0).medians()
+    medians = compare_changes(medians, 0.1, 0.2).medians()
+    assert medians == {"control-variates/change": 8.0}
+    assert compare_changes(medians, 0.1, 0.2, 9.0).find_outliers() == {}
+    assert list(compare_changes(medians, 0.1, 0.2, 81.0).find_outliers()) == ["c2"]
+    assert list(compare_changes({}, 0.1, 0.2, 9.0).find_outliers()) == ["c2"]
 
 
 def raise_curvature(name: str, number: int, trained: Message, sent: Message) -> Tensors:
@@ -374,7 +393,7 @@ def test_features_that_are_much_larger_than_the_others_are_rejected(five: Path, 
         moments[2] *= 100
         return {"ridge/gram": gram * scale * scale[:, None], "ridge/cross": absent * scale, "ridge/all": moments}
 
-    ridge = {"method__name": "fed-ridge", "model__freeze": "backbone"}
+    ridge = {"method__name": "fed-ridge", "model__freeze": "backbone", "model__weights": "random"}
     _, hear, _ = federation(five, tmp_path, change_tensors=enlarge, **ridge)
     (refusal,) = [text for text in hear.said if "is rejected" in text]
     assert f"the reply of {BAD} is rejected: its mean square of the features is " in refusal

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Message as FlowerMessage
 from torch import Tensor
@@ -49,7 +50,7 @@ from fedmll.runs.run_folder import RunFolder
 from fedmll.training.checkpoint import load_checkpoint, without_best_model
 
 BYE_SECONDS = 20
-MOST_DISTANT_FILE = "most_distant_client.json"  # in the run's folder: of the last round
+COMPARISON_FILE = "reply_comparison.json"  # in the run's folder: what a restarted server needs of the last round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,7 @@ class FlowerEngine:
         self.suspended: set[str] = set()  # clients that damaged a model, until the server is restarted
         self.previous: PreviousRound | None = None
         self.reply_digests: dict[bytes, tuple[str, int]] = {}  # of all replies: who sent it, and in which round
+        self.earlier_medians: dict[str, float] = self._read_comparison().get("medians", {})
         self.shown_unusual: set[tuple[str, str]] = set()  # (client, kind)
         self.notified: set[str] = set()  # notes on the sites' counts that the operator has seen
 
@@ -191,6 +193,7 @@ class FlowerEngine:
             transport=self.transport,
             site_states=self.client_states,
             folder=self.folder,
+            earlier_medians=self.earlier_medians,
         )
 
     def _show_unusual(self, current: FlowerRound) -> None:
@@ -207,8 +210,9 @@ class FlowerEngine:
         self.previous = PreviousRound(
             number=current.number, state=state, client_states=current.states_before, most_distant=most_distant
         )
-        content = {"round": current.number, "most_distant": most_distant}
-        files.write_atomic(self.folder / MOST_DISTANT_FILE, json.dumps(content))
+        self.earlier_medians = current.comparison.medians()
+        content = {"round": current.number, "most_distant": most_distant, "medians": self.earlier_medians}
+        files.write_atomic(self.folder / COMPARISON_FILE, json.dumps(content))
 
     def _roll_back(self, current: FlowerRound) -> Tensors | None:
         """Return to the state before the previous round, without the client that was furthest from the others in it.
@@ -238,8 +242,7 @@ class FlowerEngine:
 
     def _read_previous_round(self) -> PreviousRound | None:
         """After a restart: the round of the last checkpoint, and the state of the checkpoint before."""
-        path, last = self.folder / MOST_DISTANT_FILE, self.number - 1
-        content = json.loads(path.read_text()) if path.is_file() else {}
+        content, last = self._read_comparison(), self.number - 1
         if content.get("round") != last or content["most_distant"] is None:
             return None
         checkpoints = RunFolder(self.folder).checkpoint_folder
@@ -252,6 +255,14 @@ class FlowerEngine:
             client_states={} if found is None else found.client_states,
             most_distant=Deviation(*content["most_distant"]),
         )
+
+    def _read_comparison(self) -> dict[str, Any]:
+        """What `_remember` wrote in the last round; nothing if the file is missing or damaged."""
+        try:
+            content = dict(json.loads((self.folder / COMPARISON_FILE).read_text()))
+            return {name: content[name] for name in ("round", "most_distant", "medians")}
+        except (OSError, ValueError, TypeError, KeyError):
+            return {}
 
     def _reply_specs(self, kind: str, client: ClientInfo, message: Message) -> dict[str, TensorSpec]:
         if kind == TRAIN:

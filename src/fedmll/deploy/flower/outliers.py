@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -65,10 +66,14 @@ class ReplyStatistics:
 
 
 class ReplyComparison:
-    """The statistics of all replies of a round. The last `buffer_count` weights are running statistics."""
+    """The statistics of all replies of a round.
 
-    def __init__(self, buffer_count: int) -> None:
-        self.buffer_count = buffer_count
+    The last `buffer_count` weights are running statistics. `earlier_medians` has the largest median of each part's
+    tensor in earlier rounds: the first reply of a client that joins late can be as large as all first replies were.
+    """
+
+    def __init__(self, buffer_count: int, earlier_medians: Mapping[str, float] = MappingProxyType({})) -> None:
+        self.buffer_count, self.earlier_medians = buffer_count, earlier_medians
         self.statistics: dict[str, ReplyStatistics] = {}
 
     def add(self, name: str, *, samples: int, sent: Message, reply: Message, by_class: Collection[str] = ()) -> None:
@@ -108,9 +113,21 @@ class ReplyComparison:
                 for client, other in self.statistics.items()
                 if client != name and subject in other.sizes
             ]
-            median = statistics.median_high(others) if others else 0.0
+            median = max(statistics.median_high(others) if others else 0.0, self.earlier_medians.get(subject, 0.0))
             found.append(Deviation(name, subject, size / median if median else 0.0))
         return found
+
+    def medians(self) -> dict[str, float]:
+        """By name of a part's tensor: the median of its size, or the largest one of earlier rounds."""
+        sizes: dict[str, list[float]] = {}
+        for each in self.statistics.values():
+            for subject, size in each.sizes.items():
+                if subject not in LIMITS:
+                    sizes.setdefault(subject, []).append(size)
+        found = {subject: statistics.median_low(values) for subject, values in sizes.items()}
+        return {**self.earlier_medians} | {
+            subject: max(median, self.earlier_medians.get(subject, 0.0)) for subject, median in found.items()
+        }
 
     def find_outliers(self) -> dict[str, str]:
         """The outliers by name, with the reason for people."""

@@ -245,12 +245,13 @@ class FlowerRound:
     transport: Transport
     site_states: SiteStates
     folder: Path  # where the replies are buffered
+    earlier_medians: Mapping[str, float]  # of the sizes of tensors, see ReplyComparison
 
     def __post_init__(self) -> None:
         self.states_before = dict(self.site_states.latest)
         self.messages: dict[int, Message] = {}
         self.replies = DiskBuffer[ClientInfo](self.folder)
-        self.comparison = ReplyComparison(self.trainer.weights.buffer_count)
+        self.comparison = ReplyComparison(self.trainer.weights.buffer_count, self.earlier_medians)
         self.by_class: set[str] | None = None  # names of tensors that depend on a client's classes
         self.rejected: set[str] = set()  # clients whose replies are not aggregated
         self.unusable: set[str] = set()  # of those: the aggregation of the reply failed
