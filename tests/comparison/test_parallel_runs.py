@@ -129,6 +129,23 @@ def test_contents_of_comparison_json(done: Path) -> None:
     assert "## fedprox" in tuning and "## fedavg" not in tuning and tuning.count("| chosen |") == 1
 
 
+def test_changed_comparison_json_is_noticed(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
+    """One digit of a table is another one: the table is made from the runs, and compare keeps the damaged record."""
+    out = Path(shutil.copytree(done, tmp_path / "grid"))
+    record = (out / "comparison.json").read_text()
+    value = json.loads(record)["tables"][0]["rows"][0][2].split()[0]
+    changed = record.replace(value, f"{(int(value[0]) + 1) % 10}{value[1:]}", 1)
+    assert changed != record
+    (out / "comparison.json").write_text(changed)
+    said = fedmll("show", "grid")
+    assert said.code == 0 and "grid/comparison.json is damaged (it differs from what was written)" in said.out
+    watch = Watch()
+    asked(out, callback=watch)
+    assert len(watch.warnings) == 1 and "It is kept as comparison.json.damaged-1" in watch.warnings[0]
+    assert (out / "comparison.json.damaged-1").read_text() == changed
+    assert json.loads((out / "comparison.json").read_text())["tables"] == json.loads(record)["tables"]
+
+
 def test_git_commit_of_a_folder(tmp_path: Path) -> None:
     assert git_commit(tmp_path) is None
 
@@ -349,7 +366,7 @@ def test_show_comparison_with_and_without_its_record(done: Path, tmp_path: Path,
     assert "not finished" in said and "stopped" in said and "4 of 5 started runs" in said
     (out / "comparison.json").write_text("{ not JSON")
     said = fedmll("show", str(out))[1]
-    assert "comparison.json cannot be read" in said and "fedprox/method.mu=1.0" in said
+    assert "comparison.json is damaged" in said and "fedprox/method.mu=1.0" in said
     (out / "comparison.json").unlink()  # as older versions left it
     said = fedmll("show", str(out))[1]
     assert "cannot be read" not in said and "2 of 2" in said and "±" in said

@@ -35,7 +35,8 @@ from fedmll.comparison.results import (
 from fedmll.comparison.statistics import compute_margin_tests
 from fedmll.comparison.tables import TABLE_FILES
 from fedmll.config.experiment import Experiment
-from fedmll.core.errors import CheckpointError, ConfigError, FedmllError
+from fedmll.core import files
+from fedmll.core.errors import CheckpointError, ConfigError, DataError, FedmllError
 from fedmll.core.processes import fork_process, portable_error
 from fedmll.core.text import suggest
 from fedmll.data import federation
@@ -135,7 +136,7 @@ def compare(
     with folder.lock():
         runner.read_folders()
         callback.on_comparison_start(runner.total_rounds)
-        commands = add_command(folder.read_commands(), describe_command(command))
+        commands = add_command(_earlier_commands(folder, callback), describe_command(command))
 
         def write(comparison: Comparison) -> Comparison:
             if comparison.finished or comparison.failed:
@@ -154,6 +155,16 @@ def compare(
             raise
         finally:
             runner.trackers.end(comparison.is_done, [folder.path / name for name in TABLE_FILES])
+
+
+def _earlier_commands(folder: ComparisonFolder, callback: Callback) -> list[dict[str, Any]]:
+    try:
+        record = folder.read_record()
+    except DataError as error:
+        aside = files.move_damaged_file(folder.record_file)
+        callback.on_warning(f"{error} It is kept as {aside.name}, and written again without the earlier commands.")
+        record = None
+    return [] if record is None else record.commands
 
 
 class ComparisonRunner:

@@ -13,6 +13,7 @@ seeds, tune, tune_seed, metrics, against   what the command asked for
 done       whether all runs are finished or failed
 rows       every row and its runs: folder, seed, setting of --tune, state, reason, and whether it is in the table
 tables     as in table.md, with its notes
+checksum   of all of this, so that a damaged record is noticed
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class RecordedTable(BaseModel):
 class ComparisonRecord(BaseModel):
     """What a reader needs of comparison.json."""
 
+    commands: list[dict[str, Any]] = []
     rows: list[RecordedRow]
     tables: list[RecordedTable]
     notes: list[str]
@@ -139,7 +141,8 @@ class ComparisonFolder:
             "tables": [{"header": header, "rows": rows} for header, rows in comparison.tables],
             "notes": comparison.notes,
         }
-        files.write_atomic(self.record_file, to_json(record, indent=1) + "\n")
+        values = json.loads(to_json(record))
+        files.write_atomic(self.record_file, json.dumps(values | {"checksum": _checksum(values)}, indent=1) + "\n")
 
     def _describe_row(self, row: ComparisonRow) -> dict[str, Any]:
         runs = [
@@ -164,29 +167,24 @@ class ComparisonFolder:
             except DataError:
                 continue  # `compare` has warned about the damaged file
             if fingerprints:
-                digest = hashlib.blake2b(json.dumps(fingerprints, sort_keys=True).encode(), digest_size=16).hexdigest()
+                digest = _checksum(fingerprints)
                 samples = {part: of_part["samples"] for part, of_part in fingerprints.items()}
                 described[digest] = {"name": cell.experiment.data.label, "digest": digest, "samples": samples}
         return list(described.values())
 
     # ---- reading
 
-    def read_commands(self) -> list[dict[str, Any]]:
-        """The commands of an earlier record; none if it cannot be read: then it is written again."""
-        try:
-            commands = json.loads(self.record_file.read_text())["commands"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return []
-        return [entry for entry in commands if isinstance(entry, dict)] if isinstance(commands, list) else []
-
     def read_record(self) -> ComparisonRecord | None:
-        """The record; None if there is none yet. DataError if it cannot be read."""
+        """The record; None if there is none yet. DataError if it is damaged."""
         if not self.record_file.is_file():
             return None
         try:
-            return ComparisonRecord.model_validate_json(self.record_file.read_bytes())
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.record_file} cannot be read ({printable(error, 160)}).") from None
+            values = json.loads(self.record_file.read_bytes())
+            if values.pop("checksum", None) not in (None, _checksum(values)):
+                raise ValueError("it differs from what was written")
+            return ComparisonRecord.model_validate(values)
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise DataError(f"{self.record_file} is damaged ({printable(error, 160)}).") from None
 
     def read_overview(self) -> ComparisonOverview:
         """The tables of the record; without a record (in the first run, or if it is damaged) a table of the runs."""
@@ -208,6 +206,10 @@ class ComparisonFolder:
 def folder_name(label: str) -> str:
     """A label without the characters that a folder's name cannot have."""
     return label.replace(":", "-").replace("/", "-")
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _cell_state(cell: ComparisonCell) -> RunState:
