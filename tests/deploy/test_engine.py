@@ -223,7 +223,7 @@ def test_a_round_continues_without_invalid_replies(consortium: Consortium, tmp_p
     grid = make_grid(consortium, tmp_path)
     drive(consortium, grid, tmp_path / "out", hear, method__name="test-evil", training__rounds=5, min_clients=2)
     assert [row["clients"] for row in hear.rows] == [2, 2, 2, 2, 3]
-    reasons = ["NaN or infinite", "weights is torch.float32", "unknown key backdoor", "moved by the norm"]
+    reasons = ["NaN or infinite", "weights is torch.float32", "unknown key", "moved by the norm"]
     for number, reason in enumerate(reasons, 1):
         assert any(t.startswith(f"round {number}: the reply of site-b is rejected") and reason in t for t in hear.said)
 
@@ -231,14 +231,14 @@ def test_a_round_continues_without_invalid_replies(consortium: Consortium, tmp_p
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"name": "site-a"}, "site-b is rejected: it calls itself 'site-a', and its key is that of 'site-b'"),
+        ({"name": "site-a"}, "site-b is rejected: it calls itself by another name, and its key is that of 'site-b'"),
         (
             {"samples": -4},
             "site-b is rejected: it claims -4 training images and 0 held-out images, which is impossible",
         ),
         (
             {"classes": ["unicorn"], "labels": {}},
-            "site-b is rejected: it has the class 'unicorn', which this federation does not have",
+            "site-b is rejected: it has a class that this federation does not have",
         ),
     ],
 )

@@ -50,11 +50,11 @@ def records(array: Array | None = None, **more: Any) -> RecordDict:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (records(Array("object", (1,), "numpy.ndarray", b"x")), "not plain numbers"),
-        (records(Array("float32", (2,), "pickle", b"x")), "not plain numbers"),
+        (records(Array("object", (1,), "numpy.ndarray", b"x")), "not stored as plain numbers"),
+        (records(Array("float32", (2,), "pickle", b"x")), "not stored as plain numbers"),
         (records(Array("float32", (2,), "numpy.ndarray", b"\x80\x04N.")), "cannot be read"),
         (records(replace(Array(np.zeros(3, np.float32)), shape=(4,))), "claims float32"),
-        (records(code=ConfigRecord({"a": 1})), "unknown record code"),
+        (records(code=ConfigRecord({"a": 1})), "unknown record"),
         (records(numbers=MetricRecord({"loss": [1.0, 2.0]})), "loss is a list"),
         (records(info=ConfigRecord({"json": "[1]"})), "cannot be read"),
         (records(info=ConfigRecord({"json": "{"})), "cannot be read"),

@@ -322,8 +322,26 @@ def test_a_restarted_program_is_accepted_unless_the_first_is_still_active(
         caller.call(request_guard.ACTIVATE, caller.headers(instance="3"))[0] == 401
     )  # two programs used the key just now
     assert caller.call(request_guard.DEACTIVATE, caller.headers())[0] == 200
-    assert caller.said[-1] == "site-a has left: its program was stopped there"
     assert caller.call(request_guard.ACTIVATE, caller.headers(instance="4"))[0] == 200  # it said goodbye
+
+
+def test_only_a_client_that_does_not_come_back_has_left(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`join` restarts its SuperNode when a connection is lost: the old one signs off, and a new one comes."""
+    monkeypatch.setattr(request_guard, "LEAVE_SECONDS", 0.2)
+
+    async def leave(come_back: bool) -> None:
+        await caller.acall(request_guard.ACTIVATE, caller.headers())
+        await caller.acall(request_guard.DEACTIVATE, caller.headers())
+        if come_back:
+            await caller.acall(request_guard.ACTIVATE, caller.headers(instance="2"))
+            await caller.acall(PULL, caller.headers(instance="2"))
+        await asyncio.sleep(0.4)
+        caller.authenticator.active.clear()
+
+    asyncio.run(leave(come_back=True))
+    assert caller.said == []
+    asyncio.run(leave(come_back=False))
+    assert caller.said == ["site-a has left: its program was stopped there"]
 
 
 def push(tree: ObjectTree, **info: Any) -> PushMessagesRequest:

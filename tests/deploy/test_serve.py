@@ -167,7 +167,7 @@ def test_run_goes_on_without_a_client(consortium: Consortium, tmp_path: Path) ->
     grid = make_grid(consortium, tmp_path)
     result = serve.run_federation(grid, Experiment.load(out / "experiment.toml"), server, out, callback=hear)
     assert [row["clients"] for row in result.rows] == [3, 2]
-    assert any("site-b is rejected: 'site-b' is not among the clients" in text for text in hear.said)
+    assert any("site-b is rejected: its name is not among the clients" in text for text in hear.said)
     assert not any("skipped" in text for text in hear.said)  # it is not part of the run any more
 
 

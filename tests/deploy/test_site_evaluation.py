@@ -207,7 +207,7 @@ def test_only_tensors_by_class_are_checked_by_class() -> None:
     [
         (lambda counts: {"counts": counts + 1}, "counts count more images than the 28 that it holds out"),
         (lambda counts: {}, "it lacks counts"),
-        (lambda counts: {"counts": counts, "more": counts}, "it holds the unknown key more"),
+        (lambda counts: {"counts": counts, "more": counts}, "it holds an unknown key"),
     ],
 )
 def test_invalid_counts_are_rejected_and_the_others_are_used(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
+import struct
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +156,37 @@ def test_warning_if_other_machines_can_reach_the_page(capsys: pytest.CaptureFixt
 def test_port_in_use_is_reported_before_the_run(status: RunStatus, served: int) -> None:
     with pytest.raises(ConfigError, match="cannot listen on"), serve_status_page(f"127.0.0.1:{served}", status):
         pass
+
+
+def test_client_that_hangs_up_causes_no_traceback(
+    status: RunStatus, served: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hung_up, answered = threading.Event(), threading.Event()
+
+    def slow(run_status: RunStatus) -> dict[str, Any]:
+        hung_up.wait(10)
+        return {"text": "x" * 10_000_000}  # more than the system buffers
+
+    def finished(server: Any, request: Any) -> None:
+        answered.set()
+
+    monkeypatch.setattr(RunStatus, "to_json", slow)
+    monkeypatch.setattr("fedmll.deploy.server.status.ThreadingHTTPServer.shutdown_request", finished)
+    client = socket.create_connection(("127.0.0.1", served))
+    client.sendall(b"GET /status.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the close is a reset
+    client.close()
+    hung_up.set()
+    assert answered.wait(10)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_status_page_on_ipv6(status: RunStatus) -> None:
+    with (
+        serve_status_page("[::1]:0", status) as port,
+        urllib.request.urlopen(f"http://[::1]:{port}/status.json") as page,
+    ):
+        assert page.status == 200
 
 
 def test_page_of_a_running_federation(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811

@@ -190,22 +190,18 @@ def resume_server(
     from fedmll.cli import display
     from fedmll.core.text import confirm_always, confirm_at_terminal
     from fedmll.deploy.server import serve
-    from fedmll.deploy.server.server_settings import change_server_settings
-    from fedmll.runs.run_folder import RunFolder
-    from fedmll.training.round_loop import return_to_round
     from fedmll.training.trackers import add_trackers, check_trackers
 
     check_trackers(track)
     warn_about_status_page(changes.get("status"))
-    change_server_settings(folder, **changes)
-    if from_round is not None and not RunFolder(folder).is_finished:
-        return_to_round(folder, from_round)
     with display.FederationProgress(rounds) as progress, interruptible(f"fedmll resume {folder}"):
         result = serve.resume_server(
             folder,
             callback=add_trackers(track, folder, progress),
             passphrase_file=passphrase_file,
             confirm=confirm_always if yes else confirm_at_terminal,
+            changes=changes,
+            from_round=from_round,
         )
     display.show_result(result)
     show_site_metrics(folder)

@@ -33,6 +33,11 @@ def parse_address(
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def format_address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address is reachable from this machine only."""
     try:

@@ -187,12 +187,9 @@ def error_code(error: Exception) -> SiteErrorCode:
 
 
 def describe_error(code: object) -> str:
-    """Text for the code that a site sent, at the server.
-
-    A code that is not in the list is shown as it is, made safe to print.
-    """
+    """Text for the code that a site sent, at the server. A code that is not in the list is not shown."""
     known = next((each for each in SiteErrorCode if each == code), None)
-    return f"unknown error code '{printable(code, 80)}'" if known is None else known.description
+    return "it reports an error that this server does not know" if known is None else known.description
 
 
 def printable_block(text: str) -> str:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmll.core.errors import ConfigError, FederationError
+from fedmll.core.network import format_address
 from fedmll.core.processes import end_with_parent
 from fedmll.deploy.security.certificates import certificate_fingerprint
 from fedmll.deploy.security.private_keys import load_private_key, without_passphrase
@@ -157,35 +158,37 @@ def write_secret(folder: Path) -> Path:
     return path
 
 
+def open_listener(host: str, port: int) -> socket.socket:
+    """A socket that listens on an IPv4 or IPv6 address. `::` accepts IPv4 connections too, where the system can.
+
+    Raises:
+        ConfigError: no server can listen there.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=both)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen on {format_address(host, port)}: {error.strerror}. Another server may be running; stop it, "
+            "or choose another port with --listen HOST:PORT."
+        ) from None
+
+
 def find_free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def check_address(host: str, port: int) -> None:
-    """Raise a ConfigError if no server can listen there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot listen on {host}:{port}: {error.strerror}. Another server may be running; stop it, or choose "
-                "another port with --listen HOST:PORT."
-            ) from None
-
-
 def start_superlink(settings: SuperLinkSettings) -> ChildProcess:
     """Start a SuperLink and wait until it accepts connections."""
-    check_address(settings.host, settings.port)
+    open_listener(settings.host, settings.port).close()
     child = ChildProcess("superlink", settings)
     until = time.monotonic() + START_SECONDS
     while not child.has_ended() and time.monotonic() < until:
-        with socket.socket() as probe:
-            probe.settimeout(1)
-            if probe.connect_ex((local_host(settings.host), settings.port)) == 0:
-                return child
+        with suppress(OSError), socket.create_connection((local_host(settings.host), settings.port), 1):
+            return child
         time.sleep(0.1)
     child.stop()
     raise FederationError(f"Flower's SuperLink did not start; see the end of {child.log}.")
@@ -193,7 +196,7 @@ def start_superlink(settings: SuperLinkSettings) -> ChildProcess:
 
 def local_host(host: str) -> str:
     """The address at which a server that listens on `host` is reached from the same machine."""
-    return "127.0.0.1" if host in ("0.0.0.0", "", "::") else host
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 # ---- in the child process
@@ -238,10 +241,9 @@ def _run_superlink(settings: SuperLinkSettings) -> None:
             notify=notices.write,
             revoked_file=revoked_file,
         )
-    uvicorn.run(
+    listener = open_listener(settings.host, settings.port)
+    uvicorn_config = uvicorn.Config(
         RequestGuard(app, authenticator),
-        host=settings.host,
-        port=settings.port,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile_password=settings.passphrase,
@@ -251,6 +253,7 @@ def _run_superlink(settings: SuperLinkSettings) -> None:
         access_log=False,
         log_level="error",  # strangers can cause any number of warnings
     )
+    uvicorn.Server(uvicorn_config).run(sockets=[listener])
 
 
 APP = """\

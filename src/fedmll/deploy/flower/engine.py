@@ -332,8 +332,12 @@ class FlowerEngine:
 
     # ---- the end
 
-    def deliver_model(self, model: SavedModel, site_thresholds: SiteThresholds) -> None:
-        """Send the final model to all clients and validators, and name those that did not receive it."""
+    def deliver_model(self, model: SavedModel, site_thresholds: SiteThresholds) -> set[str]:
+        """Send the final model to all clients and validators, and name those that did not receive it.
+
+        Returns:
+            The names of those that received it.
+        """
         delivery = ModelDelivery(self.trainer, model, site_thresholds)
         self.transport.update_membership()
         clients = [each for each in (*self.clients, *self.validators) if each.name in self.membership.members]
@@ -344,6 +348,7 @@ class FlowerEngine:
         if missing:
             private = self.method.has("private-labels")
             self.membership.notify(describe_undelivered(missing, model.file, private))
+        return delivered
 
     def end_run(self) -> None:
         """Tell all connected clients that the run is over.

@@ -247,7 +247,8 @@ class Membership:
             code = error.code if isinstance(error, JoinRejected) else RejectionCode.OTHER
             known = isinstance(error, ReplyRejected)
             reason = printable(error) if known else f"it cannot be checked ({type(error).__name__})"
-            name = hello.registered_name or printable(info.get("name") or f"node {hello.node}", 80)
+            claimed = info.get("name") if info.get("name") in self.names else None  # no free text of a client
+            name = hello.registered_name or claimed or f"node {hello.node}"
             before = self.rejected.get((hello.node, hello.since))
             if before is None or before.reason != reason:
                 self.notify(f"{name} is rejected: {reason}", "rejected", client=name)
@@ -288,10 +289,10 @@ class Membership:
         if "error" in info:
             raise JoinRejected(RejectionCode.OTHER, describe_error(info["error"]))
         if self.has_keys and name != hello.registered_name:
-            text = f"it calls itself '{name}', and its key is that of '{hello.registered_name}'"
+            text = f"it calls itself by another name, and its key is that of '{hello.registered_name}'"
             raise JoinRejected(RejectionCode.NAME, text)
         if name not in self.names:
-            text = f"'{name}' is not among the clients of this run ({', '.join(self.clients)})"
+            text = f"its name is not among the clients of this run ({', '.join(self.clients)})"
             raise JoinRejected(RejectionCode.UNINVITED, text)
         if name in self.excluded:
             raise JoinRejected(RejectionCode.EXCLUDED, EXCLUDED_REASON)
@@ -310,13 +311,16 @@ class Membership:
             check_label_set(self.label_sets, str(name), introduction.classes)
         unknown = [label for label in introduction.classes if self.classes and label not in self.classes]
         if unknown:
-            text = f"it has the class '{unknown[0]}', which this federation does not have"
+            count = "a class" if len(unknown) == 1 else f"{len(unknown)} classes"
+            text = f"it has {count} that this federation does not have"
             raise JoinRejected(RejectionCode.CLASSES, text)
         different = find_sketch_differences(self.frozen, info.get("frozen", {}))
         if different:
+            own = [name for name in different if name in self.frozen]
+            listed = f" ({', '.join(own[:5])})" if own else ""
             raise JoinRejected(
                 RejectionCode.FROZEN,
-                f"the frozen part of its model differs from the server's ({', '.join(different[:5])}): it must use the "
+                f"the frozen part of its model differs from the server's{listed}: it must use the "
                 "same text encoder, pretrained weights and library versions",
             )
         if check_newcomer is not None and name not in self.introductions and name not in self.validators:

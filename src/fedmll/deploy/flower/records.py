@@ -69,17 +69,20 @@ def _decode(
 ) -> tuple[Message, Info]:
     unknown = set(records) - {TENSORS, NUMBERS, INFO}
     if unknown:
-        raise ReplyRejected(f"it holds the unknown record {sorted(unknown)[0]}")
+        raise ReplyRejected("it holds an unknown record")
     arrays: Mapping[str, Array] = records.array_records.get(TENSORS, {})
     found: Mapping[str, Any] = records.metric_records.get(NUMBERS, {})
     for names, known in ((arrays, specs), (found, allowed)):
         unknown = set() if known is None else set(names) - set(known)
         if unknown:
-            raise ReplyRejected(f"it holds the unknown key {min(unknown)}")
+            raise ReplyRejected("it holds an unknown key")
     info = _info(records)
     tensors = {}
     for name, array in arrays.items():
-        shape, dtype = tuple(array.shape), str(array.dtype)
+        # before anything of it is named: only known words and numbers reach the operator's log
+        if array.dtype not in DTYPES or array.stype != "numpy.ndarray" or not all(type(n) is int for n in array.shape):
+            raise ReplyRejected(f"{name} is not stored as plain numbers")
+        shape, dtype = tuple(array.shape), array.dtype
         problem = None if specs is None else specs[name].find_shape_problem(name, shape, dtype)
         if problem is not None:
             raise ReplyRejected(problem.text)
@@ -120,8 +123,6 @@ def _depth(text: str) -> int:
 
 
 def _tensor(name: str, array: Array) -> torch.Tensor:
-    if array.dtype not in DTYPES or array.stype != "numpy.ndarray":
-        raise ReplyRejected(f"{name} is '{array.dtype}' stored as '{array.stype}', not plain numbers")
     dtype, shape, column_order, start = _header(name, array.data)
     if dtype != array.dtype or shape != tuple(array.shape):
         raise ReplyRejected(f"{name} claims {array.dtype} {tuple(array.shape)} and is {dtype} {shape}")

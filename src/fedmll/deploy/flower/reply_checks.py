@@ -13,7 +13,6 @@ from flwr.app import Message as FlowerMessage
 
 from fedmll.core.errors import ReplyRejected, UpdateDiverged
 from fedmll.core.message import Message
-from fedmll.core.text import printable
 from fedmll.deploy.error_codes import SiteErrorCode, describe_error
 from fedmll.deploy.flower.client_app import TRAIN
 from fedmll.deploy.flower.membership import Member
@@ -55,7 +54,7 @@ def check_reply(
         ReplyRejected: the reply is invalid; the text says why.
     """
     if reply.has_error():
-        raise ReplyRejected(f"its node reports: {printable(reply.error.reason or reply.error.code)}")
+        raise ReplyRejected(f"its node reports Flower's error {int(reply.error.code)}")  # the reason is free text
     if reply.metadata.src_node_id != pending.member.node:
         raise ReplyRejected("another node sent it")
     numbers = TRAINING_NUMBERS if kind == TRAIN else metrics_from_sites()
@@ -64,7 +63,7 @@ def check_reply(
         diverged = kind == TRAIN and info["error"] == SiteErrorCode.TRAINING
         raise (UpdateDiverged if diverged else ReplyRejected)(describe_error(info["error"]))
     if info.get("name") != pending.client.name:
-        raise ReplyRejected(f"it calls itself '{printable(info.get('name'), 80)}'")
+        raise ReplyRejected("it calls itself by another name")
     try:
         if kind == TRAIN:
             problem = _training_problem(pending, message, introduction)
@@ -72,7 +71,7 @@ def check_reply(
             problem = _evaluation_problem(pending, message)
         problem = problem or find_class_problem(pending.specs, message, pending.client.owned)
     except Exception as error:  # a reply that makes a check fail is invalid
-        text = f"it cannot be checked ({type(error).__name__}: {printable(error)})"
+        text = f"it cannot be checked ({type(error).__name__})"
         problem = ReplyProblem(ProblemCode.RULE, text)
     if problem is not None:
         raise (UpdateDiverged if problem.diverged else ReplyRejected)(problem.text)

@@ -50,6 +50,7 @@ from fedmll.deploy.security.client_keys import fingerprint, read_revoked_keys
 FLEET, RUNTIME = "/v1/fleet/", "/v1/runtime/"
 ACTIVATE, DEACTIVATE = FLEET + "activate-node", FLEET + "deactivate-node"
 LOOPBACK = ("127.0.0.1", "::1")
+IPV4_MAPPED = "::ffff:"  # before the IPv4 address of a client of a server that listens on IPv6
 INSTANCE_HEADER = "fedmll-instance"  # a different value for each start of a SuperNode
 SERVER_HEADER = "fedmll-server"  # the fingerprint of the certificate of the server that a request is for
 BODY_HEADER = "fedmll-body-sha256"
@@ -68,6 +69,7 @@ CHUNK_SECONDS, BODY_SECONDS = 20.0, 600.0  # between two chunks of a body, and f
 POLL_SECONDS = 2.0  # an idle node asks for messages several times in this time
 SILENT_SECONDS = 35.0  # a node that works sends a heartbeat every 30 s
 DOUBLE_USE_SECONDS = 120.0  # after two programs used one key, a further one is rejected for so long
+LEAVE_SECONDS = 10.0  # a client that connects again within this time has not left
 CLOCK_SECONDS = 60.0  # how often the operator is told of a wrong clock
 HANDSHAKE_SECONDS, HEADER_SECONDS = 10.0, 10.0
 MAX_CONNECTIONS = 512  # when there are more, the one that has been silent longest is closed
@@ -128,6 +130,7 @@ class ClientAuthenticator:
     active: dict[str, ActiveProgram] = field(default_factory=dict)  # name → the program that uses its key
     replaced: dict[str, ActiveProgram] = field(default_factory=dict)  # name → one that was silent when a newer came
     double_use: dict[str, float] = field(default_factory=dict)  # name → when two programs last used its key
+    leaving: dict[str, asyncio.TimerHandle] = field(default_factory=dict)  # name → reports that it has left
     clock_notices: dict[str, float] = field(default_factory=dict)  # name → when its wrong clock was last reported
 
     def __post_init__(self) -> None:
@@ -201,9 +204,15 @@ class ClientAuthenticator:
             self._used_twice(name)
         else:
             raise self._used_twice(name)
+        if name in self.leaving:
+            self.leaving.pop(name).cancel()
         if path == DEACTIVATE:
             del self.active[name]
-            self.notify(f"{name} has left: its program was stopped there")
+            self.leaving[name] = asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._report_leave, name)
+
+    def _report_leave(self, name: str) -> None:
+        del self.leaving[name]
+        self.notify(f"{name} has left: its program was stopped there")
 
     async def _is_still_active(self, name: str, current: ActiveProgram) -> bool:
         until = time.monotonic() + POLL_SECONDS
@@ -250,9 +259,9 @@ class RequestGuard:
     @staticmethod
     def is_allowed(scope: Any) -> bool:
         """Whether the path may be requested from the client's address."""
-        path, client = scope.get("path", ""), (scope.get("client") or ("",))[0]
+        path, client = scope.get("path", ""), (scope.get("client") or ("",))[0].removeprefix(IPV4_MAPPED)
         server = (scope.get("server") or ("",))[0]  # a client with the server's own address is on this machine
-        local = path.startswith(RUNTIME) and client in (*LOOPBACK, server)
+        local = path.startswith(RUNTIME) and client in (*LOOPBACK, server.removeprefix(IPV4_MAPPED))
         return scope["type"] == "http" and (local or path.startswith(FLEET))
 
     async def _authenticate(self, scope: Any, headers: Mapping[str, str]) -> str | None:

@@ -12,6 +12,7 @@ import httpx
 from flwr.app import Error, Message
 
 from fedmll.core.errors import FederationError
+from fedmll.core.network import format_address
 from fedmll.core.text import printable
 from fedmll.deploy.flower.child_processes import ChildProcess, SuperLinkSettings, local_host, start_superlink
 from fedmll.deploy.flower.executor import acquire_task, open_task_client, start_heartbeat
@@ -101,7 +102,7 @@ def run_superlink(settings: SuperLinkSettings, notify: Notify = lambda _: None) 
     child = start_superlink(settings)
     try:
         ca = None if settings.ca is None else Path(settings.ca).read_bytes()
-        address = f"{local_host(settings.host)}:{settings.port}"
+        address = format_address(local_host(settings.host), settings.port)
         connect_directly(local_host(settings.host))
         token = _acquire_server_task(address, Path(settings.secret_file).read_bytes(), ca, child)
         grid = CheckedGrid(address, ca is None, ca, token=token)

@@ -7,22 +7,28 @@ In addition to the files of every run, the run's folder has
 - labels.csv: how many training images of each site have a class, do not, or have no label for it
 - excluded.json: the clients that the operator has excluded
 - flower/: Flower's own files and the SuperLink's log
+- delivered.json: when the model was delivered to the sites. A finished run without it can be resumed for the delivery
+- server.lock: locked while a server runs in the folder
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedmll.config.experiment import Experiment
 from fedmll.core import files
 from fedmll.core.errors import ConfigError, FederationError
+from fedmll.core.network import format_address
 from fedmll.core.text import Confirm, confirm_at_terminal
 from fedmll.deploy import label_counts
 from fedmll.deploy.experiment_for_sites import build_setup, resolve_for_sites
@@ -30,7 +36,7 @@ from fedmll.deploy.security import certificates, client_keys
 from fedmll.deploy.security.private_keys import ec, load_private_key, read_passphrase
 from fedmll.deploy.server import server_settings
 from fedmll.deploy.server.console import OperatorConsole, OperatorLog, open_console
-from fedmll.deploy.server.server_settings import ServerSettings, read_server_settings
+from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.deploy.server.site_federation import (
     ServerData,
     build_federation,
@@ -52,6 +58,7 @@ if TYPE_CHECKING:
     from fedmll.deploy.flower.membership import Grid, Membership
 
 DISK_FULL_ADVICE = "Free some space, then continue with `fedmll resume`: no finished round is lost."
+DELIVERED_FILE, LOCK_FILE = "delivered.json", "server.lock"
 RETURN_SECONDS = 60  # for clients to notice that a server is back
 
 
@@ -113,7 +120,7 @@ def serve(
         passphrase_file: its first line is the passphrase of the server's key.
         confirm: asks the operator whether to start in spite of doubtful label counts.
     """
-    from fedmll.deploy.flower.child_processes import check_address
+    from fedmll.deploy.flower.child_processes import open_listener
 
     check_can_be_federated(experiment)
     check_can_start_with(experiment, settings)
@@ -124,7 +131,7 @@ def serve(
         read_passphrase(folder / "server.key", passphrase_file)
         settings = replace(settings, keys=str(folder.resolve()))
     RunFolder(out).check_vacant()
-    check_address(settings.host, settings.port)
+    open_listener(settings.host, settings.port).close()
     data = load_server_data(experiment, callback or Callback())
     with files.explain_full_disk(out, DISK_FULL_ADVICE):
         RunFolder(out).create(resolve_for_sites(experiment, data.test.sample_shape))
@@ -139,15 +146,32 @@ def resume_server(
     callback: Callback | None = None,
     passphrase_file: Path | None = None,
     confirm: Confirm = confirm_at_terminal,
+    changes: Mapping[str, Any] | None = None,
+    from_round: int | None = None,
 ) -> Result:
-    """Start the federation in a folder, or continue it from its last checkpoint. See `serve` for the arguments."""
+    """Start the federation in a folder, or continue it from its last checkpoint.
+
+    If the rounds are done, but the model was not delivered to the sites, it is delivered.
+
+    Args:
+        out: the run's folder.
+        callback: see `serve`.
+        passphrase_file: see `serve`.
+        confirm: see `serve`.
+        changes: settings that change for the rest of the run (`change_server_settings`).
+        from_round: continue with this round, from the checkpoint before it.
+    """
     from fedmll.deploy.flower.superlink import run_superlink
 
-    callback = callback or Callback()
-    experiment, settings = RunFolder(out).load_experiment(), read_server_settings(out)
-    if RunFolder(out).is_finished:
-        raise ConfigError(f"The run in {out} is over: its result is in {SUMMARY_FILE} and {MODEL_FILE} there.")
-    with files.explain_full_disk(out, DISK_FULL_ADVICE):
+    callback, folder = callback or Callback(), RunFolder(out)
+    with files.explain_full_disk(out, DISK_FULL_ADVICE), lock_server_folder(out):
+        if folder.is_finished and (out / DELIVERED_FILE).is_file():
+            raise ConfigError(f"The run in {out} is over: its result is in {SUMMARY_FILE} and {MODEL_FILE} there.")
+        experiment = folder.load_experiment()
+        check_fingerprint(folder.checkpoint_folder, experiment.fingerprint())
+        settings = server_settings.change_server_settings(out, **changes or {})
+        if from_round is not None and not folder.is_finished:
+            round_loop.return_to_round(out, from_round)
         log = OperatorLog(out, callback)
         superlink_settings = _superlink_settings(settings, out, passphrase_file)
         signing_key = None
@@ -156,8 +180,9 @@ def resume_server(
             signing_key = load_private_key(key_file.read_bytes(), superlink_settings.passphrase)
             for warning in certificates.expiry_warnings(Path(settings.keys)):
                 log.notify(warning)
+        address = format_address(settings.host, settings.port)
         with run_superlink(superlink_settings, log.notify) as superlink:
-            log.notify(f"listening on {settings.host}:{settings.port}, waiting for {', '.join(settings.invited)}")
+            log.notify(f"listening on {address}, waiting for {', '.join(settings.invited)}")
             return run_federation(
                 superlink.grid,
                 experiment,
@@ -168,6 +193,21 @@ def resume_server(
                 confirm=confirm,
                 signing_key=signing_key,
             )
+
+
+@contextmanager
+def lock_server_folder(out: Path) -> Iterator[None]:
+    """Allow one server at a time in a run's folder, before anything is written there."""
+    try:
+        with files.file_lock(out / LOCK_FILE, wait=False, mode=0o600) as lock:
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()}".encode())
+            yield
+    except files.FileLocked as error:
+        raise ConfigError(
+            f"A server is already running in {out} ({error.content or 'unknown'}); nothing was changed. Stop it first, "
+            "or choose another folder with --out."
+        ) from None
 
 
 def _superlink_settings(settings: ServerSettings, out: Path, passphrase_file: Path | None) -> SuperLinkSettings:
@@ -214,6 +254,7 @@ def run_federation(
     is that of the server's certificate; it signs the head of the audit log.
     """
     check_can_start_with(experiment, settings)
+    check_fingerprint(RunFolder(out).checkpoint_folder, experiment.fingerprint())  # before clients are waited for
     site_folder.make_private_folder(out)  # it has the names and metrics of sites
     with open_console(out, settings, experiment, callback, signing_key) as console:
         return _run_with_console(grid, experiment, settings, out, console, check_alive, confirm)
@@ -239,10 +280,10 @@ def _run_with_console(
     missing = describe_missing_clients(federation, settings.participants, membership.introductions)
     if missing is not None:
         notify(missing)
-    label_counts.confirm_label_counts(
-        out, classes, settings.participants, membership.introductions, notify=notify, confirm=confirm
-    )
-    check_fingerprint(folder.checkpoint_folder, experiment.fingerprint())
+    if not folder.is_finished:
+        label_counts.confirm_label_counts(
+            out, classes, settings.participants, membership.introductions, notify=notify, confirm=confirm
+        )
     engine = FlowerEngine(
         federation,
         membership,
@@ -256,14 +297,26 @@ def _run_with_console(
         thresholds=settings.thresholds,
         calibrate=settings.calibrate,
     )
-    result = round_loop.train(federation, engine, folder, callback)
+    if folder.is_finished:
+        notify("the rounds are done; the model is delivered to the sites")
+        result = Result(
+            experiment=experiment,
+            folder=out,
+            rows=folder.read_metrics(),
+            summary=folder.read_summary(),
+            weights=load_model(out / MODEL_FILE).weights,
+        )
+    else:
+        result = round_loop.train(federation, engine, folder, callback)
     # once more: clients may have joined during the run
     label_counts.write_label_counts(out, classes, settings.participants, membership.introductions)
     for text in federated_evaluation.describe_deciding_sites(out):
         notify(text)
-    engine.deliver_model(load_model(out / MODEL_FILE), federated_evaluation.read_site_thresholds(out))
+    delivered = engine.deliver_model(load_model(out / MODEL_FILE), federated_evaluation.read_site_thresholds(out))
     console.end("finished")
     engine.end_run()
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    files.write_atomic(out / DELIVERED_FILE, json.dumps({"time": when, "clients": sorted(delivered)}) + "\n")
     return result
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -177,17 +179,28 @@ def serve_status_page(address: str | None, run_status: RunStatus) -> Iterator[in
         host = host_and_port[0]
 
     try:
-        server = ThreadingHTTPServer(host_and_port, Handler)
+        server = StatusServer(host_and_port, Handler)
     except OSError as error:
         raise ConfigError(f"The status page cannot listen on {address} ({error}); choose another --status.") from None
-    server.daemon_threads = True
-    server.block_on_close = False
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
     try:
         yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
+
+
+class StatusServer(ThreadingHTTPServer):
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that hangs up is no error; any other one is shown."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class StatusRequestHandler(BaseHTTPRequestHandler):
