@@ -260,3 +260,12 @@ def test_enforce_minimum_equals_a_plain_search(
             deal, minimum, tuple(f"c{i}" for i in range(clients)), np.random.default_rng(seed)
         )
         assert (deal.owner == expected).all()
+
+
+@pytest.mark.parametrize("wanted", [255, 256, 257])
+def test_members_of_large_combinations_are_counted(wanted: int) -> None:
+    """An 8-bit counter would be 0 again after 255."""
+    columns = np.ones((300, 2), dtype=np.uint8)
+    columns[0, 1] = 0  # the second client does not have the first class
+    found = sample_assignment._count_members(columns, np.arange(wanted, dtype=np.int32))
+    assert found.tolist() == [wanted, wanted - 1]

@@ -11,6 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from fedmll.evaluation.calibration import (
     BIN_LOGITS,
     RANGES,
+    apply_calibration,
     excess_by_range,
     fit_calibration,
     reliability,
@@ -155,3 +156,15 @@ def test_the_reliability_of_samples_and_of_draws(sample: tuple[np.ndarray, np.nd
         assert found.samples[column].tolist() == np.bincount(inside, minlength=RANGES).tolist()
         assert excess[column, :, 0] == pytest.approx(np.array(gaps), abs=1e-2)
     assert (found.bound == 0).all()
+
+
+def test_a_calibrated_probability_by_hand() -> None:
+    # the logit of 0.8 is log 4: half of it is log 2, and σ(log 2) = 2/3; twice it minus log 2 is log 8, and σ = 8/9
+    found = apply_calibration(np.array([[0.8, 0.8]]), np.array([[0.5, 0.0], [2.0, -np.log(2)]]))
+    np.testing.assert_allclose(found, [[2 / 3, 8 / 9]], rtol=1e-12)
+
+
+def test_probabilities_of_0_and_1_are_calibrated_to_finite_logits() -> None:
+    """They are taken as 10⁻⁷ and 1 − 10⁻⁷."""
+    found = apply_calibration(np.array([[0.0], [1.0]]), np.array([[1.0, 0.0]]))
+    np.testing.assert_allclose(found, [[1e-7], [1 - 1e-7]], rtol=1e-9)

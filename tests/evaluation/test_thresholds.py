@@ -8,6 +8,7 @@ import pytest
 
 from fedmll.core.errors import ConfigError
 from fedmll.evaluation import thresholds
+from fedmll.evaluation.calibration import apply_calibration
 from fedmll.evaluation.histograms import BINS, EDGES, score_histograms
 from fedmll.evaluation.metrics import evaluate
 from fedmll.evaluation.thresholds import best_thresholds
@@ -167,3 +168,50 @@ def test_the_guarantee_holds_for_sums_over_sites() -> None:
         np.sqrt(0.9 * 0.1 * (1 / 101 + 1 / 400) / 200), rel=0.2
     )  # of Beta(90, 10), and of 400
     assert 0.9 - 3 * error <= reached.mean() <= 0.9 + 0.002 + 3 * error  # 0.002: the density there × 1/128
+
+
+class TestThresholdChoice:
+    def choice(self, value: float, calibration: np.ndarray | None) -> thresholds.ThresholdChoice:
+        raw = np.array([value, value])
+        return thresholds.ThresholdChoice(goal="f1", raw_thresholds=raw, thresholds=raw / 2, calibration=calibration)
+
+    def test_each_class_is_taken_from_one_of_two_choices(self) -> None:
+        this, other = self.choice(0.2, np.array([[2.0, 1.0]] * 2)), self.choice(0.6, np.array([[3.0, -1.0]] * 2))
+        found = this.where(np.array([True, False]), other)
+        assert found.raw_thresholds.tolist() == [0.2, 0.6]
+        assert found.thresholds.tolist() == [0.1, 0.3]
+        assert found.calibration is not None and found.calibration.tolist() == [[2, 1], [3, -1]]
+
+    def test_two_choices_without_calibration_give_one_without(self) -> None:
+        assert self.choice(0.2, None).where(np.array([True, False]), self.choice(0.6, None)).calibration is None
+
+    def test_a_threshold_below_0_becomes_0(self) -> None:
+        found = self.choice(-0.5, None).within_0_and_1()
+        assert (found.raw_thresholds.tolist(), found.thresholds.tolist()) == ([0, 0], [0, 0])
+        assert self.choice(0.4, None).within_0_and_1().raw_thresholds.tolist() == [0.4, 0.4]
+
+
+def test_a_calibrated_threshold_makes_the_same_predictions() -> None:
+    scores, targets = sample(2000, 4, 3)
+    found = thresholds.choose_thresholds(score_histograms(scores, targets), "f1", "platt")
+    assert found.calibration is not None and not np.array_equal(found.thresholds, found.raw_thresholds)
+    calibrated = apply_calibration(scores, found.calibration)
+    assert ((calibrated > found.thresholds) == (scores > found.raw_thresholds)).all()
+
+
+def test_calibration_does_not_reverse_a_class_and_does_not_move_always_and_never() -> None:
+    # the class has its positives at the low scores; a logistic regression would have a negative slope
+    reversed_class = bins_of({300: 50, 900: 1}, {700: 50, 200: 1})
+    found = thresholds.choose_thresholds(reversed_class, "conformal_recall=0.99", "platt")
+    assert found.calibration is not None and found.calibration.tolist() == [[1, 0]]
+    assert found.thresholds.tolist() == [-0.5]  # ⌊0.01 · 52⌋ = 0: too few positives
+    never = thresholds.choose_thresholds(bins_of({400: 1}, {500: 3, 300: 9}), "precision=0.9", "platt")
+    assert never.thresholds.tolist() == never.raw_thresholds.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.34214, "0.3421"), (0.00001234, "0.00001234"), (0.9999987654, "0.999998765"), (-0.5, "-0.5"), (1.0, "1")],
+)
+def test_a_threshold_is_shown_with_four_significant_digits(value: float, text: str) -> None:
+    assert thresholds.format_threshold(value) == text

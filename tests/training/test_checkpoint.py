@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedmll.core import tensor_files
-from fedmll.core.errors import CheckpointError
+from fedmll.core.errors import CheckpointError, ConfigError
 from fedmll.training import checkpoint
 from fedmll.training.checkpoint import Checkpoint
 
@@ -140,3 +140,25 @@ def test_damaged_checkpoint_may_refer_to_any_client_state(tmp_path: Path) -> Non
     assert checkpoint.referenced_client_states(tmp_path) is None
     checkpoint.save_checkpoint(tmp_path, make(3))
     assert (tmp_path / "000002.safetensors.damaged-1").exists()
+
+
+class TestDiscardCheckpoints:
+    """The checkpoints after rounds 4 and 5 exist."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        for round in (4, 5):
+            checkpoint.save_checkpoint(tmp_path, make(round))
+        return tmp_path
+
+    @pytest.mark.parametrize(("from_round", "left"), [(6, [4, 5]), (5, [4]), (1, [])])
+    def test_this_round_and_later_ones_are_deleted(self, folder: Path, from_round: int, left: list[int]) -> None:
+        checkpoint.discard_checkpoints(folder, from_round)
+        assert sorted(path.name for path in folder.iterdir()) == [f"00000{round}.safetensors" for round in left]
+
+    @pytest.mark.parametrize("from_round", [2, 4, 7])
+    def test_without_the_checkpoint_before_it_nothing_is_deleted(self, folder: Path, from_round: int) -> None:
+        possible = "Possible here: --from-round 1 or --from-round 5 or --from-round 6."
+        with pytest.raises(ConfigError, match=f"after round {from_round - 1}, .*{possible}"):
+            checkpoint.discard_checkpoints(folder, from_round)
+        assert len(list(folder.iterdir())) == 2

@@ -119,7 +119,7 @@ def confusion_at(counts: Ints, thresholds: Floats) -> Confusion:
 
 
 def format_threshold(value: float) -> str:
-    """With four significant digits of the distance to 0 or 1, whichever is nearer: 0.3421, 0.00001234, 0.9999987654."""
+    """With four significant digits of the distance to 0 or 1, whichever is nearer: 0.3421, 0.00001234, 0.999998765."""
     distance = min(value, 1 - value)
     return f"{value:g}" if distance <= 0 else f"{value:.{max(4, 3 - math.floor(math.log10(distance)))}f}"
 
