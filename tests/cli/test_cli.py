@@ -193,6 +193,7 @@ def test_bad_folders_of_images_are_rejected(fedmll, tmp_path: Path) -> None:  # 
         (["run", "--set", "training.lr=1e30", "--set", "training.optimizer=sgd", *QUICK], ["client c00", "round 1"]),
         (["run", "missing.toml"], ["missing.toml"]),
         (["run", "--device", "tpu"], ["engine.device"]),
+        (["run", "--workers", "99999999"], ["engine.workers", "1024"]),
         (["resume", "nothing"], ["nothing"]),
         (["compare", "--seeds", "a,b"], ["--seeds"]),
         (["compare", "--tune", "lr=1"], ["--tune"]),

@@ -373,7 +373,7 @@ class SitesSettings(SettingsSection):
 class EngineSettings(SettingsSection):
     """How the experiment runs on this machine. These settings do not change a result."""
 
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
         default="auto", description="Worker processes; 0: train in the calling process. auto: one per core."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="The device for training.")
