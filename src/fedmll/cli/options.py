@@ -171,7 +171,7 @@ def experiment_options(*names: str, published: bool = False) -> Callable[[Callab
         shared: dict[str, tuple[Any, Any]] = {"file": (File, None)}
         shared |= {name: (SETTINGS[name][1], False if name == "skip_unreadable" else None) for name in names}
         shared |= {p.name: (p.annotation, p.default) for p in own if p.name != "arguments"}
-        shared |= {"settings": (Set, None), "plugins": (Plugins, None)}
+        shared |= {"set": (Set, None), "plugins": (Plugins, None)}
         shared |= {"as_published": (Published, None)} if published else {}
 
         def call(**values: Any) -> None:
@@ -181,7 +181,7 @@ def experiment_options(*names: str, published: bool = False) -> Callable[[Callab
             arguments = ExperimentArguments(
                 file=values.pop("file"),
                 options=options,
-                settings=values.pop("settings"),
+                settings=values.pop("set"),
                 plugins=values.pop("plugins"),
                 published=values.pop("as_published", None),
             )
