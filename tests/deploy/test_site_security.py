@@ -123,8 +123,8 @@ def test_join_deletes_prepared_images_also_when_it_fails(
         ({"partition__holdout": 0.99}, {}, r"1 images would be left to train on .*--min-images"),
         ({}, {"min_images": 51}, r"50 images would be left .* at least 51"),
         ({}, {"methods": ("fedprox", "fedmlp")}, "method is 'fedavg', and you allow fedprox, fedmlp"),
-        ({"model__channels": [4, 500_000]}, {"max_memory": 0.1}, r"would need .* GB of memory here.*--max-memory"),
-        ({"model__channels": [100_000, 10_000_000]}, {}, r"more than 4 GB of memory"),
+        ({"model__channels": [4, 60_000]}, {"max_memory": 0.1}, r"would need .* GB of memory here.*--max-memory"),
+        ({"model__channels": [60_000, 65_000]}, {}, r"more than 4 GB of memory"),
     ],
 )
 def test_limits_are_checked_before_any_image_is_read(

@@ -1,4 +1,4 @@
-"""What every other package builds on; nothing here knows about data, models or methods.
+"""What every other package builds on; nothing here imports data, models or methods.
 
 - `errors` — exceptions with messages for people
 - `text` — text from other machines, made safe to print; suggestions for misspelt names; yes/no questions

@@ -9,6 +9,7 @@ Policy:
   sums, means     `releasable_classes` and `mask_small_groups`: no released sum, and no difference of two released sums,
                   is over a small group
   counts          `censor_small_counts`: small counts become 0, and counts of almost all samples become all
+  label counts    `release_label_counts`: rounded; small counts, and counts from which they follow, are withheld
   scores, metrics `find_small_classes`: nothing leaves for a class with few positive or few negative samples
 
 Targets are (N, C): 1 present, 0 absent, −1 unknown.
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MIN_GROUP_SIZE = 5  # samples, at a real site
 COMMON_SHARE = 0.05  # a set of known classes is common if at least this share of the samples has it
 CHUNK = 4096  # samples that are counted at a time
+ROUNDED_TO = 5  # label counts are rounded to a multiple of this, so that one sample more or less does not show
+FEW, WITHHELD = -1, -2  # instead of a label count: small, but not 0; withheld because of another count
 
 Bools = NDArray[np.bool_]
 
@@ -54,6 +57,37 @@ def censor_small_counts(counts: Tensor, total: int, min_size: int) -> Tensor:
     if min_size <= 1:
         return counts
     return counts.masked_fill(counts < min_size, 0).masked_fill(total - counts < min_size, total)
+
+
+def round_counts(counts: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:
+    """Round to the nearest multiple of ROUNDED_TO."""
+    return np.asarray((counts + ROUNDED_TO // 2) // ROUNDED_TO * ROUNDED_TO)
+
+
+def min_released_count(min_count: int) -> int:
+    """The smallest label count, other than 0, that leaves a site with this minimum."""
+    return max(min_count, ROUNDED_TO)
+
+
+def release_label_counts(counts: NDArray[np.int64], samples: int, min_count: int) -> NDArray[np.int64]:
+    """The counts (C, 3) of present, absent and unknown labels among `samples` samples, as they may leave.
+
+    0 is released as 0. The largest count of a class is the rounded number of samples minus the two others: rounded by
+    itself, it would reveal the others more exactly than their own rounding. A small count is replaced by FEW. For a
+    class with a small count, and for a site with few samples, all counts except 0 are withheld.
+    """
+    least, some = min_released_count(min_count), counts > 0
+    few = is_small(counts, least)
+    released = round_counts(counts)
+    largest = counts.argmax(axis=1)[:, None]
+    np.put_along_axis(released, largest, 0, axis=1)
+    rest = round_counts(np.int64(samples)) - released.sum(axis=1)
+    np.put_along_axis(released, largest, rest[:, None], axis=1)
+    released[few.any(axis=1, keepdims=True) & some] = WITHHELD
+    released[few] = FEW
+    if samples <= 3 * least:  # three counts of at least `least`, or fewer, would follow from their sum
+        released[some] = WITHHELD
+    return released
 
 
 def find_small_classes(targets: NDArray[np.integer], min_size: int) -> Bools:

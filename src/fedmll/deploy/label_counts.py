@@ -1,8 +1,6 @@
 """Label counts: how many training images of each site have a class, do not have it, or have no label for it.
 
-The operator sees them before round 1. Counts are rounded to a multiple of ROUNDED_TO, so that one image more or less
-does not show. A site withholds a count of few images (fewer than its minimum, or than ROUNDED_TO), and all counts from
-which that one could be computed.
+The operator sees them before round 1. core/small_groups.py decides which counts leave a site.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.core.errors import FederationError
+from fedmll.core.small_groups import FEW, ROUNDED_TO, WITHHELD, min_released_count, release_label_counts, round_counts
 from fedmll.core.text import Confirm
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
 from fedmll.runs.formatting import write_csv
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from fedmll.deploy.introduction import Introduction
 
 FILE = "labels.csv"
-ROUNDED_TO = 5
-FEW, WITHHELD = -1, -2  # instead of a count: more than 0 but below the minimum; withheld because of another count
 MAX_COLUMNS = 8  # sites in the table on the screen; of more sites it shows the sums
 
 LabelCounts = dict[str, tuple[int, int, int]]  # by class: present, absent, unknown
@@ -32,36 +29,11 @@ Introductions = Mapping[str, "Introduction"]  # by site
 
 
 def count_labels(data: Dataset, annotated: NDArray[np.bool_], min_count: int) -> LabelCounts:
-    """Count the labels of a site's training images for the server, for the classes that the site annotates.
-
-    0 is released as 0. The largest count of a class is the rounded number of images minus the two others: rounded by
-    itself, it would reveal the others more exactly than their own rounding. A count below `min_count` is replaced by
-    FEW. For a class with a small count, and for a site with few images, all counts except 0 are withheld.
-    """
+    """Count the labels of a site's training images for the server, for the classes that the site annotates."""
     counts = np.stack([(data.labels == value).sum(axis=0) for value in (PRESENT, ABSENT, UNKNOWN)], axis=1)
-    least, some = min_released_count(min_count), counts > 0
-    few = some & (counts < least)
-    released = round_counts(counts)
-    largest = counts.argmax(axis=1)[:, None]
-    np.put_along_axis(released, largest, 0, axis=1)
-    rest = round_counts(np.int64(len(data))) - released.sum(axis=1)
-    np.put_along_axis(released, largest, rest[:, None], axis=1)
-    released[few.any(axis=1, keepdims=True) & some] = WITHHELD
-    released[few] = FEW
-    if len(data) <= 3 * least:  # three counts of at least `least`, or fewer, would follow from their sum
-        released[some] = WITHHELD
+    released = release_label_counts(counts, len(data), min_count)
     rows = {name: (int(row[0]), int(row[1]), int(row[2])) for name, row in zip(data.classes, released, strict=True)}
     return {name: rows[name] for name, is_own in zip(data.classes, annotated, strict=True) if is_own}
-
-
-def round_counts(counts: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:
-    """Round to the nearest multiple of ROUNDED_TO."""
-    return np.asarray((counts + ROUNDED_TO // 2) // ROUNDED_TO * ROUNDED_TO)
-
-
-def min_released_count(min_count: int) -> int:
-    """The smallest count, other than 0, that leaves a site with this minimum."""
-    return max(min_count, ROUNDED_TO)
 
 
 def withheld_counts(classes: Sequence[str]) -> LabelCounts:

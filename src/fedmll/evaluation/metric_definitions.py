@@ -37,7 +37,7 @@ REPORT = "report"  # the columns of the HTML report that are visible at first
 LOG = "log"  # the line of log.txt for each round
 PROGRESS = "progress"  # the display in a notebook during a run
 ROUND_TABLE = "round table"  # the line in the terminal for each round
-RUN_LIST = "run list"  # `fedmll list`: the first of these that the run has
+RUN_LIST = "run list"  # `fedmll runs`: the first of these that the run has
 EXTERNAL = "external validation"  # `fedmll validate`
 
 # What a metric is averaged over

@@ -1,4 +1,4 @@
-"""The charts of the HTML report: their numbers and what they mean. `page.js` draws them in the page, `chart_files.py`
+"""The charts of the HTML report: their numbers and what they mean. `page.js` draws them in the page, `chart_drawing.py`
 draws them with matplotlib for files. Learning curves are in `curves.py`.
 
 Each series of a chart is a table of columns. All series have the same axes: every axis in `xs` can be drawn against
