@@ -15,7 +15,7 @@ from sklearn.metrics import (
 
 from fedmll.core.errors import DataError
 from fedmll.evaluation import metrics
-from fedmll.evaluation.histograms import BINS, evaluate_histograms, score_histograms
+from fedmll.evaluation.histograms import BINS, MIDDLES, evaluate_histograms, score_histograms
 from fedmll.evaluation.ranking import _reciprocals
 
 ROUNDING = 1e-9  # percent
@@ -44,6 +44,15 @@ def test_bins_are_of_logits_and_open_at_the_ends() -> None:
     assert found[0, 0].tolist() == expected.tolist()
     ends = score_histograms(column(0.0, 1.0, 0.5).astype(np.float32), np.zeros((3, 1), np.int8))
     assert np.flatnonzero(ends[1, 0]).tolist() == [0, 1024, 2047]
+
+
+def test_middles_of_bins_are_midway_between_their_edges() -> None:
+    """The edges as logits: the outer bins end at 0 and at 1, an inner bin is 1/128 wide, and 10/256 beyond 6."""
+    outer = 1 / (1 + np.exp(16 - 10 / 256))
+    first, second = 0.5, 1 / (1 + np.exp(-1 / 128))
+    found = MIDDLES[[0, 1023, 1024, 2047]]
+    np.testing.assert_allclose(found[:2], [outer / 2, 1 - (first + second) / 2], rtol=1e-9)
+    np.testing.assert_allclose(1 - found[2:], [1 - (first + second) / 2, outer / 2], rtol=1e-6)
 
 
 def test_unknown_targets_count_nowhere_and_classes_do_not_mix() -> None:

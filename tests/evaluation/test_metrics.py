@@ -23,7 +23,7 @@ from sklearn.metrics import (
 
 from fedmll.core.errors import DataError, FedmllError
 from fedmll.evaluation import metrics, ranking
-from fedmll.evaluation.metrics import accuracy, evaluate, evaluate_per_client
+from fedmll.evaluation.metrics import Confusion, accuracy, evaluate, evaluate_per_client
 from fedmll.evaluation.thresholds import best_thresholds
 
 NAN = float("nan")
@@ -468,3 +468,12 @@ def test_two_thousand_clients_are_quick() -> None:
     assert (
         fastest(lambda: evaluate_per_client(scores, targets, owner, names(20))) < 5 * pooled
     )  # about 1; a loop over clients: 20
+
+
+def test_the_confusion_matrix_at_thresholds_by_hand() -> None:
+    """Two classes with the thresholds 0.5 and 0.2; a score that equals the threshold is no prediction."""
+    scores = np.array([[0.9, 0.3], [0.5, 0.2], [0.6, 0.1], [0.1, 0.9], [0.7, 0.4]])
+    targets = np.array([[1, 0], [1, 1], [0, -1], [0, 1], [-1, 0]], np.int8)
+    found = Confusion.at_thresholds(scores, targets, np.array([0.5, 0.2]))
+    assert found.cells.T.tolist() == [[1, 1, 1, 1], [0, 2, 1, 1]]  # tn, fp, fn, tp of each class
+    assert found.known.tolist() == [4, 4]

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
-from fedmll.evaluation.bootstrap import MIN_SAMPLES, Estimate, ModelOutput, PairedComparison, draw_counts
+from fedmll.evaluation.bootstrap import (
+    MIN_SAMPLES,
+    Estimate,
+    ModelOutput,
+    PairedComparison,
+    draw_counts,
+    has_enough_samples,
+)
 from fedmll.evaluation.calibration import reliability
 
 N, C, DRAWS = 150, 4, 60
@@ -100,7 +107,8 @@ def test_patients_are_drawn_whole(models: tuple[dict[str, ModelOutput], np.ndarr
 
 
 def test_the_sign_says_on_which_side_of_zero_the_interval_lies() -> None:
-    assert [Estimate(1, *ends).sign for ends in ((0.5, 2), (-2, -0.5), (-1, 2), (0.0, 1))] == [1, -1, 0, 0]
+    intervals = ((0.5, 2), (0.2, 0.5), (-2, -0.5), (-0.5, -0.2), (-1, 2), (0.0, 1), (-1, 0.0), (-0.5, 0.5))
+    assert [Estimate(1, *ends).sign for ends in intervals] == [1, 1, -1, -1, 0, 0, 0, 0]
     assert Estimate(float("nan"), float("nan"), float("nan")).sign == 0
 
 
@@ -108,3 +116,14 @@ def test_no_class_has_enough_samples(models: tuple[dict[str, ModelOutput], np.nd
     outputs, targets = models
     compared = PairedComparison({"a": ModelOutput(outputs["a"].probabilities[:12], CUTS)}, targets[:12], 0, draws=5)
     assert not compared.enough_samples.any()
+
+
+def test_a_class_needs_ten_known_positives_and_ten_known_negatives() -> None:
+    columns = [[1] * 10 + [0] * 10, [1] * 9 + [0] * 11, [1] * 11 + [0] * 9, [1] * 10 + [0] * 9 + [-1]]
+    targets = np.array(columns, np.int8).T
+    assert has_enough_samples(targets).tolist() == [True, False, False, False]
+    output = ModelOutput(np.full(targets.shape, 0.5), np.full(4, 0.5))
+    found = PairedComparison({"a": output}, targets, seed=0, draws=2)
+    assert found.positives.tolist() == [10, 9, 11, 10]
+    assert found.negatives.tolist() == [10, 11, 9, 9]
+    assert found.enough_samples.tolist() == [True, False, False, False]
