@@ -174,3 +174,24 @@ def test_sites_are_summed_and_thresholds_may_have_their_own_histograms() -> None
     federation = FederatedHistograms(("x", "y"), sites)
     np.testing.assert_array_equal(federation.test, one + two)
     np.testing.assert_array_equal(federation.for_thresholds, one + three)
+
+
+def test_a_site_with_too_large_a_share_is_lowered_in_the_sum() -> None:
+    """Site b counts by half, and in each class at most twice as much as the site without a limit."""
+
+    def site(bins: dict[tuple[int, int], int], share_limit: tuple[float, float] | None = None) -> SiteHistograms:
+        counts = np.zeros((2, 1, BINS), np.int32)
+        for (side, place), number in bins.items():
+            counts[side, 0, place] = number
+        return SiteHistograms(test=counts, validation=None, min_count=1, not_sent={}, share_limit=share_limit)
+
+    a = site({(0, 10): 4, (1, 5): 6})
+    b = site({(0, 20): 4, (0, 30): 6, (1, 7): 30, (1, BINS - 1): 10}, share_limit=(0.5, 2.0))
+    federation = FederatedHistograms(("x",), {"b": b, "a": a})
+    # its 10 positives: 5 are fewer than 2 · 4; its 40 negatives: 20 are more than 2 · 6 = 12
+    expected = site({(0, 10): 4, (1, 5): 6, (0, 20): 2, (0, 30): 3, (1, 7): 9, (1, BINS - 1): 3}).test
+    np.testing.assert_array_equal(federation.test, expected)
+    np.testing.assert_array_equal(federation.without("b").test, a.test)
+    # without other positives and negatives there is nothing to compare with: half of its own
+    alone = site({(0, 20): 2, (0, 30): 3, (1, 7): 15, (1, BINS - 1): 5}).test
+    np.testing.assert_array_equal(federation.without("a").test, alone)
