@@ -48,11 +48,12 @@ def entrywise(
 def check_loss(name: str) -> None:
     """Raise a ConfigError if a loss does not return one value per entry. A mean or sum over a batch would also teach
     unknown targets, because no entry could be left out."""
-    logits, targets = torch.zeros(2, 3, requires_grad=True), torch.tensor([[1, 0, -1], [0, 1, 0]])
-    try:
-        found: object = entrywise(name, logits, targets, torch.ones(3))
-    except Exception as error:
-        found = error
+    with torch.inference_mode(False), torch.enable_grad():  # a finished model may be built without gradients
+        logits, targets = torch.zeros(2, 3, requires_grad=True), torch.tensor([[1, 0, -1], [0, 1, 0]])
+        try:
+            found: object = entrywise(name, logits, targets, torch.ones(3))
+        except Exception as error:
+            found = error
     if isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point() and found.requires_grad:
         return
     if isinstance(found, Exception):
