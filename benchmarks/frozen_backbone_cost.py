@@ -29,7 +29,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import no_progress
-from fedmll.engines.trainer import Trainer, with_tokens
+from fedmll.engines.client_trainer import Trainer, with_tokens
 from fedmll.methods.task import task_of
 
 ROUND, CACHE = 1 / 20, 1.3  # goals: the largest ratios

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from fedmll.config.experiment import Experiment
 from fedmll.data import federation
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation import metrics
 from fedmll.methods.task import task_of
 from fedmll.training.callbacks import Callback

@@ -27,7 +27,7 @@ LIMIT = 1.5
 def run_timed(report: Path, command: list[str]) -> None:
     """In a child process: run the command, and write its CPU seconds when the second step of a client begins."""
     from fedmll.cli.main import main
-    from fedmll.engines.trainer import Trainer
+    from fedmll.engines.client_trainer import Trainer
 
     started, steps, loss = os.getpid(), [0], Trainer.loss
 

@@ -21,7 +21,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer
 
 ROOT = Path(__file__).parents[1]

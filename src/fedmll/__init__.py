@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedmll.config.experiment import Experiment
     from fedmll.core.errors import FedmllError
     from fedmll.core.registry import register
-    from fedmll.inference.load import load_run
+    from fedmll.inference.load_run import load_run
     from fedmll.inference.model_file import load_model
     from fedmll.methods.base import Part
     from fedmll.methods.method import Method

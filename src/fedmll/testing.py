@@ -18,7 +18,7 @@ from torch import Tensor
 from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message, Tensors
 from fedmll.data.dataset import Dataset
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.base import Records
 from fedmll.methods.client_round import Client, ClientInfo, ClientRound, Reply, TrainStep, tensors_of
 from fedmll.methods.method import Method

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 
 LIMIT = 16 * 2**30
 

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from fedmll.core.errors import DataError
-from fedmll.data.images import formats
+from fedmll.data.images import open_image as formats
 from fedmll.data.images.decode import read_images
 from fedmll.data.sources import load
 from fedmll.data.sources.packed import pack

@@ -21,9 +21,9 @@ from real_federation import World, world  # noqa: F401  (fixtures)
 from typer.testing import CliRunner
 
 from fedmll.cli.main import app
+from fedmll.core.addresses import format_address
 from fedmll.core.errors import CheckpointError, ConfigError, FedmllError
 from fedmll.core.message import Message
-from fedmll.core.network import format_address
 from fedmll.deploy.flower import engine, superlink
 from fedmll.deploy.flower.child_processes import SuperLinkSettings, find_free_port, open_listener, write_secret
 from fedmll.deploy.flower.client_app import HELLO, MODEL, TRAIN

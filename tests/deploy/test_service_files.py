@@ -22,7 +22,7 @@ pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)
 
 from fedmll.cli.main import app
 from fedmll.config.experiment import Experiment
-from fedmll.core.network import parse_address
+from fedmll.core.addresses import parse_address
 from fedmll.deploy.server.serve import study_digest
 from fedmll.methods import find
 

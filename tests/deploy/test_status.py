@@ -21,8 +21,8 @@ from consortium import NAMES, Consortium
 from fake_grid import RecordingCallback, consortium, fast_polling, make_grid  # noqa: F401  (fixtures)
 
 from fedmll.config.experiment import Experiment
+from fedmll.core.addresses import is_loopback, parse_address
 from fedmll.core.errors import ConfigError, FederationError
-from fedmll.core.network import is_loopback, parse_address
 from fedmll.deploy.server import serve
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.deploy.server.status import (

@@ -33,7 +33,7 @@ from fedmll.deploy.site import worker as site_worker
 from fedmll.deploy.site.site_config import write_site_file
 from fedmll.deploy.site.worker import SiteWorker
 from fedmll.evaluation.histograms import BINS, score_histograms
-from fedmll.inference.load import load_run
+from fedmll.inference.load_run import load_run
 from fedmll.inference.model_file import load_model
 from fedmll.runs.run_folder import RunFolder
 from fedmll.training import round_loop

@@ -28,7 +28,7 @@ from fedmll.deploy.experiment_for_sites import StudySetup, resolve_for_sites, se
 from fedmll.deploy.flower.client_app import EVALUATE, HELLO, TRAIN, app
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.site.site_config import Site, write_site_file
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.client_round import ClientInfo
 from fedmll.methods.task import Task
 

@@ -17,7 +17,7 @@ from fedmll import run
 from fedmll.cli import display
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation import metrics
 from fedmll.evaluation.evaluate import evaluate_global_model
 from fedmll.evaluation.metric_definitions import METRICS
@@ -100,7 +100,7 @@ def test_accuracy_needs_exactly_one_label_on_every_sample(small_federation: Fede
 
 
 def test_predictions_come_batch_by_batch_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedmll.engines.trainer.EVALUATION_BATCH", 4)
+    monkeypatch.setattr("fedmll.engines.client_trainer.EVALUATION_BATCH", 4)
     sizes: list[int] = []
 
     class Method:

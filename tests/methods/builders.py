@@ -21,8 +21,8 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message, Tensors
 from fedmll.core.registry import all_of
 from fedmll.data.federation import Federation
+from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.local import LocalEngine
-from fedmll.engines.trainer import Trainer
 from fedmll.methods import find
 from fedmll.methods.client_round import Batch, Client, ClientInfo
 from fedmll.methods.task import task_of

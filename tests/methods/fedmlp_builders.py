@@ -10,7 +10,7 @@ from scipy.special import expit
 
 from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.client_round import Batch, Client, ClientRound
 from fedmll.testing import make_client, make_trainer, start_round
 

@@ -11,7 +11,7 @@ import torch
 
 from fedmll.core.message import Tensors
 from fedmll.data.dataset import Dataset
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.client_round import Client
 from fedmll.testing import aggregate, client_with, experiment, make_client_info, make_trainer
 

@@ -10,7 +10,7 @@ import torch
 from builders import same_bits, sigmoid
 from conftest import small
 
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.client_round import ClientRound
 from fedmll.methods.condist import ConditionalDistillation
 from fedmll.methods.parts.semi_supervised import tempered

@@ -15,7 +15,7 @@ from fedmll import run
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.data.dataset import Dataset
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods import fedcurv
 from fedmll.methods.client_round import Client
 from fedmll.testing import aggregate, client_with, make_client, make_client_info, make_trainer, start_round

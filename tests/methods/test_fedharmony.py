@@ -21,8 +21,8 @@ from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.seeding import derive
 from fedmll.data.federation import Federation
+from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.local import LocalEngine
-from fedmll.engines.trainer import Trainer
 from fedmll.methods.client_round import ClientInfo
 from fedmll.methods.method import Method
 from fedmll.methods.parts.averaging import SoftmaxMean

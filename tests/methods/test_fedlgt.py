@@ -15,8 +15,8 @@ from scipy import stats
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.data.federation import build
+from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.local import LocalEngine
-from fedmll.engines.trainer import Trainer
 from fedmll.evaluation import metrics
 from fedmll.methods import build_method
 from fedmll.methods.client_round import Batch, ClientRound, TrainStep

@@ -14,8 +14,8 @@ from conftest import small
 
 from fedmll.core.errors import ConfigError
 from fedmll.data.federation import build
+from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.local import LocalEngine
-from fedmll.engines.trainer import Trainer
 from fedmll.methods import build_method
 from fedmll.methods.client_round import TrainStep
 from fedmll.methods.fednca_ml import contrast, hinge_rejection, log_rejection

@@ -12,7 +12,7 @@ from fedmll import load_run, resume, run
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.data import federation
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation import metrics
 from fedmll.methods.task import task_of
 from fedmll.testing import experiment

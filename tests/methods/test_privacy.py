@@ -17,7 +17,7 @@ from fedmll.core.errors import ClientError
 from fedmll.core.message import Message, Tensors
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.client_round import Client, ClientRound
 from fedmll.methods.private_labels import PrivateFedAvg, SoftmaxLoss
 from fedmll.methods.task import Task, task_of

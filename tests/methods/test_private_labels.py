@@ -26,7 +26,7 @@ from fedmll.core.processes import single_thread
 from fedmll.data import federation
 from fedmll.data.dataset import Dataset
 from fedmll.data.images.decode import read_images
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.client_round import Client, ClientInfo, TrainStep
 from fedmll.methods.parts.central_tuning import CentralTuning
 from fedmll.methods.parts.classifier_rows import HeadRows, own_rows

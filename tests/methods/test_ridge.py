@@ -19,7 +19,7 @@ from fedmll import compare, resume, run
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.data import federation
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.parts import ridge_head
 from fedmll.methods.task import task_of
 from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer

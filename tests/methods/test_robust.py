@@ -13,7 +13,7 @@ from scipy.stats import trim_mean
 from fedmll import run
 from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import build
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.client_round import ClientInfo
 from fedmll.methods.parts import averaging
 from fedmll.methods.task import task_of

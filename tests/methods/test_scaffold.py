@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedmll import run
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.testing import aggregate, make_client, make_client_info, make_trainer
 
 SGD: dict[str, Any] = {"training__optimizer": "sgd", "training__lr": 0.1, "training__weight_decay": 0.0}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedmll.core import small_groups
 from fedmll.core.message import Message
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.client_round import Client
 from fedmll.methods.parts.ridge_head import sums_of
 from fedmll.testing import experiment, make_client, make_client_info, make_trainer

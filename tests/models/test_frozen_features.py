@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedmll import load_run, resume, run
 from fedmll.core.errors import ConfigError
 from fedmll.data import federation
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation import metrics
 from fedmll.methods.base import Head, Part
 from fedmll.methods.client_round import TrainStep

@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import f1_score, precision_score, recall_score
 
 from fedmll import load_run
-from fedmll.comparison.compared_runs import read_compared_runs
+from fedmll.comparison.finished_runs import read_compared_runs
 from fedmll.data import federation
 from fedmll.evaluation.bootstrap import bootstrap_intervals
 from fedmll.reports import curves as curves_module

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fedmll import load_run, run
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
-from fedmll.inference.load import SavedRun
+from fedmll.inference.load_run import SavedRun
 from fedmll.models.class_attention import positional_encoding
 from fedmll.reports.figure import TEXT_COLOUR, ReportFigure, new_figure, show_image
 from fedmll.reports.figures import (

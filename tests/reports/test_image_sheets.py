@@ -18,7 +18,7 @@ from fedmll.reports.figures.image_sheets import Mistake, draw_mistake_sheet, fin
 from fedmll.runs.array_files import Predictions
 
 if TYPE_CHECKING:
-    from fedmll.inference.load import SavedRun
+    from fedmll.inference.load_run import SavedRun
 
 SCORES = np.array([[0.75, 0.2], [0.25, 0.7], [0.6, 0.5], [0.99, 0.4], [0.05, 0.9]], np.float32)
 TARGETS = np.array([[0, 0], [1, 0], [0, 1], [-1, 1], [0, 1]], np.int8)

@@ -13,7 +13,7 @@ from conftest import small
 from fedmll import load_run, run
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.federation import Federation, build
-from fedmll.inference.load import SavedRun
+from fedmll.inference.load_run import SavedRun
 from fedmll.reports.figures import class_features, label_coverage
 from fedmll.reports.html_report import model_figures
 

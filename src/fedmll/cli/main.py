@@ -24,8 +24,8 @@ from fedmll.cli.options import (
     split_names,
 )
 from fedmll.core import files
+from fedmll.core.addresses import parse_address
 from fedmll.core.errors import ConfigError, FedmllError
-from fedmll.core.network import parse_address
 from fedmll.core.processes import is_out_of_memory
 from fedmll.core.text import printable
 

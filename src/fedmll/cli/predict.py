@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fedmll.evaluation.metrics import Confusion
     from fedmll.inference.image_predictions import ImagePrediction
-    from fedmll.inference.load import SavedRun
+    from fedmll.inference.load_run import SavedRun
     from fedmll.inference.model_file import SavedModel
 
 MAX_ROWS = 20  # in the terminal; a file has all rows
@@ -87,7 +87,7 @@ def predict(
 
 def load_model_of(path: Path, plugins: list[Path] | None) -> tuple[SavedRun | SavedModel, SavedModel]:
     """The run or model at a path, and its model. A warning names plug-ins that differ from the model's."""
-    from fedmll.inference.load import SavedRun, load_run_or_model
+    from fedmll.inference.load_run import SavedRun, load_run_or_model
     from fedmll.inference.model_metadata import PluginWarning
 
     with warnings_of(PluginWarning):
@@ -195,7 +195,7 @@ def show_errors(
 
     Example:  [bold]fedmll errors runs/first --top 8[/]
     """
-    from fedmll.inference.load import load_run
+    from fedmll.inference.load_run import load_run
     from fedmll.inference.model_metadata import PluginWarning
     from fedmll.reports.figure import write_image
     from fedmll.reports.figures import image_sheets
@@ -243,7 +243,7 @@ def tune(
     from fedmll.evaluation import thresholds
     from fedmll.evaluation.metrics import mean_of_defined
     from fedmll.inference import tune_thresholds as tuned
-    from fedmll.inference.load import load_run
+    from fedmll.inference.load_run import load_run
     from fedmll.inference.model_metadata import PluginWarning
 
     with warnings_of(PluginWarning):

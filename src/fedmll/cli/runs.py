@@ -12,7 +12,7 @@ from fedmll.cli.output import console, print_markup, print_table, say, warn
 from fedmll.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedmll.comparison.compared_runs import ComparedRuns
+    from fedmll.comparison.finished_runs import ComparedRuns
     from fedmll.runs.run_overview import RunRecord
 
 Folders = Annotated[

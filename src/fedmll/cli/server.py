@@ -18,8 +18,8 @@ from fedmll.cli.options import (
     split_names,
 )
 from fedmll.cli.output import errors, print_table, say
+from fedmll.core.addresses import is_loopback, parse_address
 from fedmll.core.errors import ConfigError
-from fedmll.core.network import is_loopback, parse_address
 
 PassphraseFile = Annotated[
     Path | None,

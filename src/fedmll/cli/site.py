@@ -28,8 +28,8 @@ from fedmll.cli.options import (
 from fedmll.cli.output import console, errors, print_table, say
 from fedmll.cli.predict import load_model_of
 from fedmll.cli.server import INSECURE, Insecure, PassphraseFile
+from fedmll.core.addresses import is_address
 from fedmll.core.errors import ConfigError, DataError
-from fedmll.core.network import is_address
 
 if TYPE_CHECKING:
     from fedmll.deploy.site.server_access import ServerAccess

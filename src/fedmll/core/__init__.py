@@ -10,6 +10,6 @@
 - `small_groups` — which counts and sums may leave a client
 - `processes` — worker processes and the number of threads
 - `download` — fetch a published file and check its hash
-- `network` — HOST:PORT addresses
+- `addresses` — HOST:PORT addresses
 - `versions` — installed versions of fedmll and other packages
 """

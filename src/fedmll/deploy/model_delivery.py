@@ -22,7 +22,7 @@ from fedmll.core import files
 from fedmll.core.errors import FedmllError
 from fedmll.core.message import Message, Tensors
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.inference.model_file import SavedModel, build_metadata, describe_model, read_model, write_model
 from fedmll.inference.model_metadata import FORMAT_VERSION
 from fedmll.methods.client_round import ClientInfo

@@ -1,7 +1,7 @@
 """Engines train the clients of a round.
 
 base                  what the training loop needs from an engine (start here)
-trainer               one method with one model: builds, receives, trains, predicts; used everywhere
+client_trainer        one method with one model: builds, receives, trains, predicts; used everywhere
 local                 the engine of a simulation on one machine
 worker_pool           its worker processes, and the shared memory that passes tensors to them
 client_state          the clients' states on disk

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import Federation
 from fedmll.engines.client_state import StateVersions
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation.evaluate import Evaluation
 from fedmll.methods.base import Records
 

@@ -24,7 +24,7 @@ from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, no_progress
 from fedmll.engines.base import RoundResult
 from fedmll.engines.client_state import ClientStateStore
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.vectorized_clients import check_vectorizable
 from fedmll.engines.worker_pool import Job, WorkerPool
 from fedmll.evaluation.evaluate import Evaluation, evaluate_global_model, evaluate_local_models

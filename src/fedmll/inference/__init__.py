@@ -1,6 +1,6 @@
 """Using trained models: finished runs, model files, prediction, thresholds and export.
 
-- `load`: `load_run`, a finished run with its numbers and its model; start here
+- `load_run`: `load_run`, a finished run with its numbers and its model; start here
 - `model_file`: `load_model` and `SavedModel`, a model as one file that predicts
 - `model_metadata`: what a model file may say about its model; it is validated, because a file can come from anybody
 - `image_predictions`: image files in, tables of predictions out

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
 from fedmll.evaluation.calibration import calibrate_tensor
-from fedmll.inference.load import SavedRun
+from fedmll.inference.load_run import SavedRun
 from fedmll.inference.model_card import Example, build_model_card
 from fedmll.inference.model_file import SavedModel
 from fedmll.runs.run_folder import MODEL_FILE

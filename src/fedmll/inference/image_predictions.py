@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fedmll.core import files
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.images.decode import Window, decode_image
-from fedmll.data.images.formats import IMAGE_ENDINGS, IMAGE_ERRORS, WIDE_MODES, describe_image_error, open_image
+from fedmll.data.images.open_image import IMAGE_ENDINGS, IMAGE_ERRORS, WIDE_MODES, describe_image_error, open_image
 from fedmll.runs.formatting import escape_cell
 
 Pixels = NDArray[np.uint8]

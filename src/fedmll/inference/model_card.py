@@ -22,7 +22,7 @@ from fedmll.evaluation.bootstrap import CONFIDENCE, DRAWS, bootstrap_intervals
 from fedmll.evaluation.metric_definitions import HEADLINE, metrics_in
 from fedmll.evaluation.metrics import Confusion, accuracy, evaluate
 from fedmll.evaluation.thresholds import DEFAULT_THRESHOLD, format_threshold
-from fedmll.inference.load import SavedRun
+from fedmll.inference.load_run import SavedRun
 from fedmll.inference.model_file import SavedModel
 from fedmll.inference.tune_thresholds import describe_results
 from fedmll.runs.formatting import format_number

@@ -32,7 +32,7 @@ from fedmll.core.tensor_files import checksum_with_description
 from fedmll.core.text import suggest
 from fedmll.core.versions import fedmll_version
 from fedmll.data.dataset import Dataset
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation.calibration import apply_calibration
 from fedmll.inference.image_predictions import ImagePrediction, decode_batches, display_path
 from fedmll.inference.model_metadata import (

@@ -11,7 +11,7 @@ from fedmll.evaluation.histograms import score_histograms
 from fedmll.evaluation.metrics import Confusion
 from fedmll.evaluation.ranking import Floats
 from fedmll.evaluation.thresholds import choose_thresholds, confusion_at
-from fedmll.inference.load import SavedRun
+from fedmll.inference.load_run import SavedRun
 from fedmll.inference.model_file import read_model, write_model
 
 

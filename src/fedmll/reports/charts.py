@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns
+from fedmll.comparison.finished_runs import ComparedRow, ComparedRuns
 from fedmll.evaluation.calibration import RANGES, reliability
 from fedmll.evaluation.metric_definitions import CLASS_METRICS, label_of
 from fedmll.evaluation.metrics import Confusion, mean_of_defined

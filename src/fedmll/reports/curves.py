@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns, read_compared_runs
+from fedmll.comparison.finished_runs import ComparedRow, ComparedRuns, read_compared_runs
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable, suggest

@@ -19,14 +19,14 @@ import numpy as np
 from markupsafe import Markup
 from PIL import Image
 
-from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns, read_compared_runs
+from fedmll.comparison.finished_runs import ComparedRow, ComparedRuns, read_compared_runs
 from fedmll.comparison.tables import UPPER_BOUND, is_ranked
 from fedmll.core import files
 from fedmll.core.errors import FedmllError
 from fedmll.core.versions import fedmll_version
 from fedmll.data.dataset import Dataset
 from fedmll.evaluation.metric_definitions import BEST_METHOD_BY, METRICS, label_of
-from fedmll.inference.load import SavedRun, load_run
+from fedmll.inference.load_run import SavedRun, load_run
 from fedmll.reports.chart_drawing import chart_figures
 from fedmll.reports.charts import Chart, calibration_chart, class_chart, client_chart, label_heatmaps, threshold_chart
 from fedmll.reports.curves import learning_curves

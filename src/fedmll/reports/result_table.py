@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns
+from fedmll.comparison.finished_runs import ComparedRow, ComparedRuns
 from fedmll.comparison.tables import RankableRow, rank_values, ranking_note
 from fedmll.evaluation.bootstrap import bootstrap_intervals
 from fedmll.evaluation.metric_definitions import (

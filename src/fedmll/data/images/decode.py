@@ -31,7 +31,7 @@ from fedmll.data.images.cache import (
     no_progress,
     store_json,
 )
-from fedmll.data.images.formats import (
+from fedmll.data.images.open_image import (
     GREY_MODES,
     IMAGE_ERRORS,
     WIDE_MODES,

@@ -40,7 +40,7 @@ from fedmll.core.registry import register
 from fedmll.data.dataset import PRESENT, Dataset, Splits
 from fedmll.data.images.cache import content_key, image_folder
 from fedmll.data.images.decode import DEFAULT_SIDE, LARGEST_NATIVE_SIDE, LazyImages
-from fedmll.data.images.formats import IMAGE_ERRORS, check_pixels, describe_image_error, open_image
+from fedmll.data.images.open_image import IMAGE_ERRORS, check_pixels, describe_image_error, open_image
 from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.sources.base import Source, SourceRequest, data_missing
 from fedmll.data.sources.labelled_images import check_exist

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fedmll.core.registry import register
 from fedmll.core.seeding import numpy_generator
 from fedmll.data.dataset import Splits
-from fedmll.data.images.formats import DICOM_ENDINGS
+from fedmll.data.images.open_image import DICOM_ENDINGS
 from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.sources.base import Source, SourceRequest, data_missing
 from fedmll.data.sources.labelled_images import find_images_by_stem, load_official

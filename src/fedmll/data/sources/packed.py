@@ -39,8 +39,8 @@ from fedmll.data.images.decode import (
     scan_images,
     window_note,
 )
-from fedmll.data.images.formats import GREY_MODES, open_image
 from fedmll.data.images.labels_csv import read_labels
+from fedmll.data.images.open_image import GREY_MODES, open_image
 from fedmll.data.images.problems import Problems, check_readable, describe_skipped
 from fedmll.data.sources.base import Source, SourceRequest
 from fedmll.data.sources.labelled_images import encoded_images

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fedmll.core.addresses import format_address
 from fedmll.core.errors import ConfigError, FederationError
-from fedmll.core.network import format_address
 from fedmll.core.processes import end_with_parent
 from fedmll.deploy.security.certificates import certificate_fingerprint
 from fedmll.deploy.security.private_keys import load_private_key, without_passphrase

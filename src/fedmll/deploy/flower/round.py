@@ -29,7 +29,7 @@ from fedmll.deploy.flower.reply_checks import PendingMessage, check_reply
 from fedmll.deploy.security.audit_log import describe_message
 from fedmll.engines.base import RoundResult
 from fedmll.engines.client_state import StateVersions
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.base import TensorSpec
 from fedmll.methods.client_round import ClientInfo, Reply
 

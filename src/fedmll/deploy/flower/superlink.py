@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 from flwr.app import Error, Message
 
+from fedmll.core.addresses import format_address
 from fedmll.core.errors import FederationError
-from fedmll.core.network import format_address
 from fedmll.core.text import printable
 from fedmll.deploy.flower.child_processes import ChildProcess, SuperLinkSettings, local_host, start_superlink
 from fedmll.deploy.flower.executor import acquire_task, open_task_client, start_heartbeat

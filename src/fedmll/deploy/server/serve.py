@@ -27,8 +27,8 @@ import torch
 
 from fedmll.config.experiment import Experiment
 from fedmll.core import files
+from fedmll.core.addresses import format_address
 from fedmll.core.errors import ConfigError, FederationError
-from fedmll.core.network import format_address
 from fedmll.core.text import Confirm, confirm_at_terminal
 from fedmll.deploy import label_counts
 from fedmll.deploy.experiment_for_sites import build_setup, resolve_for_sites

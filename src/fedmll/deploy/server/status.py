@@ -21,8 +21,8 @@ from statistics import median
 from typing import Any
 
 from fedmll.config.experiment import Experiment
+from fedmll.core.addresses import parse_address
 from fedmll.core.errors import ConfigError
-from fedmll.core.network import parse_address
 from fedmll.data.federation import Federation
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.runs.run_folder import MetricsRow

@@ -14,8 +14,8 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
+from fedmll.core.addresses import is_loopback, parse_address
 from fedmll.core.errors import ConfigError, FederationError
-from fedmll.core.network import is_loopback, parse_address
 from fedmll.deploy.security import client_keys
 from fedmll.deploy.security.certificates import certificate_fingerprint
 

@@ -15,8 +15,8 @@ from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
 from fedmll.data.federation import split_holdout
 from fedmll.data.images.cache import Progress, no_progress
 from fedmll.data.images.decode import as_8_bit, map_images, run_all, scan_images, window_note
-from fedmll.data.images.formats import open_image
 from fedmll.data.images.labels_csv import LabelTable, read_labels
+from fedmll.data.images.open_image import open_image
 from fedmll.data.images.problems import check_readable, describe_skipped
 from fedmll.data.sources.labelled_images import decode_table, encoded_images
 from fedmll.data.targets import TRAIN, VALIDATION

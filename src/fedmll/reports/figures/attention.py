@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from fedmll.data.dataset import PRESENT, Dataset
-from fedmll.inference.load import SavedRun
+from fedmll.inference.load_run import SavedRun
 from fedmll.reports.figure import ReportFigure, add_colour_bar, apply_style, hide_axes, new_figure, show_image
 from fedmll.reports.figures.class_features import choose_images
 from fedmll.runs.array_files import sample_name

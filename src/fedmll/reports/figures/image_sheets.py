@@ -16,7 +16,7 @@ from fedmll.core.errors import ConfigError
 from fedmll.core.seeding import numpy_generator
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
 from fedmll.data.images.cache import Progress, no_progress
-from fedmll.inference.load import SavedRun
+from fedmll.inference.load_run import SavedRun
 from fedmll.reports.figure import COLOURS, ReportFigure, apply_style, hide_axes, new_figure, show_image, write_image
 from fedmll.reports.figures.class_features import choose_images
 from fedmll.runs.array_files import Predictions, sample_name

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from fedmll.core.files import atomic_replace
 from fedmll.data import federation
 from fedmll.data.federation import Federation
-from fedmll.inference.load import SavedRun, load_run
+from fedmll.inference.load_run import SavedRun, load_run
 from fedmll.methods.parts.label_correlation import (
     StreamedCorrelation,
     default_clusters,

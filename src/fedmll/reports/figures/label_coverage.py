@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from fedmll.data.federation import Federation
-from fedmll.inference.load import SavedRun
+from fedmll.inference.load_run import SavedRun
 from fedmll.reports.figure import (
     COLOURS,
     MAX_CLASSES,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from fedmll.inference.load import SavedRun
+from fedmll.inference.load_run import SavedRun
 from fedmll.reports.figure import COLOURS, MAX_CLASSES, MAX_NAMED_CLASSES, ReportFigure, apply_style, new_figure
 
 KINDS = ("absent", "present")  # what a tag of 0 and of 1 means

@@ -17,7 +17,7 @@ from fedmll.core.message import Tensors
 from fedmll.data import federation
 from fedmll.data.dataset import PRESENT, Dataset
 from fedmll.data.images.cache import Progress, no_progress
-from fedmll.engines.trainer import Trainer
+from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation.calibration import apply_calibration
 from fedmll.inference.model_file import KnownLabels, Samples, SavedModel, load_model
 from fedmll.runs.array_files import Predictions
