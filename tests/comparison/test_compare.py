@@ -511,7 +511,7 @@ def test_description_column(fake: FakeTraining) -> None:
     header, rows = main_table(found)
     assert header == ["method", "macro_auc", "s/round", "MB/round", "description"]
     told = [row[-1] for row in rows]
-    assert told[0] == "BCE over all classes, unknown = 0; average by size"
+    assert told[0] == "BCE over all classes, unknown targets count as absent; average weighted by number of samples"
     assert told[1] == told[2] + "; on features of an untrained convnet"
     assert margin_table(found, "fedavg")[0] == ["margin over fedavg", "macro_auc"]
     assert found.notes == []
