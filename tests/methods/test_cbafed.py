@@ -39,6 +39,7 @@ def replies(trainer: Any, used: list[list[float]], sizes: list[float]) -> list[A
         ([50, 50, 50], [1 / 3 + 0.45] * 3),
         ([60, 30, 10], [0.6 + 0.45 - 0.2054805, 0.55, 0.55]),  # std of (0.6, 0.3, 0.1) = 0.2054805
         ([100, 0, 0], [0.95, 0.55, 0.55]),  # 1 + 0.45 − 0.4714 = 0.9786
+        ([1, 0, 0], [0.95, 0.55, 0.55]),  # a single label
         ([0, 0, 0], [0.55, 0.55, 0.55]),
     ],
 )
@@ -110,10 +111,13 @@ def test_labels_used_are_those_of_one_epoch() -> None:
     reply = trainer.train(client, sent, {})
     client_round = start_round(trainer, client, thresholds(TAU))
     compute_loss(trainer, client_round)
+    counts = client_round.round_states["labels-used"]  # of one epoch
+    assert counts.made.any()
+    expected = (counts.known + counts.made) / len(LABELS)
+    assert reply["labels-used/used"].tolist() == pytest.approx(expected.tolist())
+    assert (expected < 1).any()
     client_round.round_states["labels-used"].made *= 3
-    assert reply["labels-used/used"].tolist() == pytest.approx(
-        make_reply(trainer, client_round)["labels-used/used"].tolist()
-    )
+    assert make_reply(trainer, client_round)["labels-used/used"].tolist() == pytest.approx(expected.tolist())
 
 
 def test_weighted_loss_gives_pseudo_positives_more_weight() -> None:

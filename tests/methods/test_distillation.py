@@ -108,12 +108,16 @@ def test_fedvls_learns_vacant_classes_from_the_global_model() -> None:
     np.testing.assert_allclose(gradient[0, 2], p[0, 2] / kept.sum() + 0.3 * 2 / 3, atol=1e-6)
 
 
-def test_suppression_is_the_log_mean_over_absent_entries() -> None:
+@pytest.mark.parametrize("weight", [0.0, 1.0, 2.0])
+def test_suppression_is_the_log_mean_over_absent_entries(weight: float) -> None:
     targets = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 1]])  # no class is vacant
-    loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", method__suppress=2.0))
+    loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", method__suppress=weight))
     supervised = cross_entropy(sigmoid(LOGITS), targets == 1).mean()
     held = [np.log(np.mean(np.exp(LOGITS[targets[:, c] == 0, c]))) for c in range(4)]
-    assert loss == pytest.approx(supervised + 2.0 * np.mean(held), abs=1e-6)
+    assert loss == pytest.approx(supervised + weight * np.mean(held), abs=1e-6)
+
+
+def test_class_that_is_present_everywhere_is_not_suppressed() -> None:
     everywhere = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1]])  # a is absent nowhere
     loss, _, _ = loss_at(*at_work(1, everywhere, method__name="fedvls", method__suppress=2.0))
     supervised = cross_entropy(sigmoid(LOGITS), everywhere == 1).mean()

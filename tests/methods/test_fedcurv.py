@@ -63,6 +63,18 @@ def test_u_is_the_diagonal_of_the_dense_hessian() -> None:
     assert (dense - dense.diagonal().diag()).abs().max() > 0.01
 
 
+def test_u_of_a_single_known_entry() -> None:
+    trainer = vectors()
+    here = client(trainer, 0)
+    here.data.labels[:] = -1
+    here.data.labels[5, 1] = 1
+    message = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
+    found = fedcurv.fisher(start_round(trainer, here, message))
+    dense = hessian(trainer, here.data, trainer.weights.parameter_vector.clone())
+    torch.testing.assert_close(found.double(), dense.diagonal(), atol=1e-7, rtol=1e-5)
+    assert found.any()
+
+
 def test_u_of_hidden_layers_is_unbiased() -> None:
     trainer = vectors((3,))
     message = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
