@@ -77,6 +77,8 @@ def test_local_prototypes() -> None:
     np.testing.assert_allclose(prototypes[0, 0], features[[1, 4, 5]].mean(0), rtol=1e-5)
     np.testing.assert_allclose(prototypes[0, 1], features.mean(0), rtol=1e-4, atol=1e-6)
     assert votes.tolist() == [[True, True, False], [True, False, False]]
+    single, _ = local_prototypes(torch.from_numpy(features), torch.tensor([[1], [0], [0], [0], [0], [0]]))
+    np.testing.assert_allclose(single[1, 0], features[0], rtol=1e-6)  # the mean of one sample
 
 
 def uploads(sizes: list[int], prototypes: np.ndarray, votes: np.ndarray, difficulty: np.ndarray) -> list[Any]:

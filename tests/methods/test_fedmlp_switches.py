@@ -105,6 +105,10 @@ def test_stages_change_after_t1() -> None:
     assert ["tags/prototypes" in expected_keys(trainer, round) for round in (2, 3, 4)] == [False, True, True]
 
 
+def test_first_stage_is_a_tenth_of_the_rounds() -> None:
+    assert small(method__name="fedmlp", training__rounds=5000).method.options["first_stage"] == 500
+
+
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_without_the_adaptive_threshold_the_difficulty_is_one(adaptive: bool) -> None:
     trainer, client = make({"t1": 1, "st": adaptive})

@@ -10,7 +10,7 @@ from scipy.special import expit
 
 from fedmll.core.errors import ClientError
 from fedmll.methods.parts.missing_label_detection import tag
-from fedmll.testing import compute_loss, start_round
+from fedmll.testing import compute_loss, make_reply, start_round
 
 # Eq. 7–9
 
@@ -75,6 +75,22 @@ def test_a_client_tags_by_the_cosines_of_eq_7() -> None:
     np.testing.assert_array_equal(tags_of(client_round), expected)
     np.testing.assert_array_equal(client_round.targets.numpy(), np.where(labels >= 0, labels, expected))
     assert (expected >= 0).sum() > 10
+
+
+def test_tags_stay_as_they_are_and_are_counted() -> None:
+    """Tags that contradict the prototypes of this round are not changed; the reply counts tags 0 and 1."""
+    labels = np.full((40, 3), -1)
+    labels[:, 0] = np.arange(40) % 2
+    _, fresh, _ = stage_two(labels, T0=1.0, T1=1.0)
+    wrong = np.where(tags_of(fresh) >= 0, 1 - tags_of(fresh), -1).astype(np.int8)
+    wrong[20:] = -1
+    assert (wrong == 0).any() and (wrong == 1).any()
+    trainer, client_round, _ = stage_two(labels, wrong.copy(), T0=1.0, T1=1.0)
+    found = tags_of(client_round)
+    np.testing.assert_array_equal(found[wrong >= 0], wrong[wrong >= 0])
+    assert (found >= 0).sum() > (wrong >= 0).sum()
+    assert make_reply(trainer, client_round)["tags/made"].tolist() == [(found == 0).sum(), (found == 1).sum()]
+    assert (found == 0).sum() != (found == 1).sum()
 
 
 def test_classes_without_prototypes_are_not_tagged() -> None:

@@ -53,6 +53,19 @@ def test_masked_mean() -> None:
     values, mask = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     assert losses.masked_mean(values, mask).item() == 2.5
     assert losses.masked_mean(values, torch.zeros(2, 2)).item() == 0
+    assert losses.masked_mean(values, torch.tensor([[0.0, 0.0], [1.0, 0.0]])).item() == 3  # a single entry
+
+
+@pytest.mark.parametrize("loss", ["bce", "weighted"])
+def test_only_the_weighted_loss_weights_positives(loss: str) -> None:
+    """Class 0: three negatives and one positive. Class 1: the opposite. Class 2: unknown."""
+    targets = np.array([[1, 1, -1], [0, 1, -1], [0, 1, -1], [0, 0, -1]])
+    trainer = make_trainer(small(training__loss=loss, method__name="fedavg-pl"), ("a", "b", "c"))
+    step = first_step(trainer, start_round(trainer, make_client(trainer, targets)))
+    p, y = sigmoid(step.logits.detach().double().numpy()), step.targets.numpy()
+    weight = np.array([3.0, 1.0, 1.0]) if loss == "weighted" else np.ones(3)
+    entries = -np.where(y == 1, weight * np.log(p), np.log(1 - p))
+    assert trainer.loss(step).item() == pytest.approx(entries[y >= 0].mean(), rel=1e-5)
 
 
 def test_positive_weights_count_known_entries_only() -> None:
