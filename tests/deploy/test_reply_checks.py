@@ -150,8 +150,28 @@ def test_a_chunk_that_is_listed_a_million_times_is_not_assembled(monkeypatch: py
             found = inflatable_utils.inflate_object_from_contents(key, contents | {key: content})
             assert np.array_equal(found.numpy(), honest.numpy())  # type: ignore[attr-defined]
         else:
-            with pytest.raises(ValueError, match="an array of 1000128000000 bytes; at most 1000000 are expected"):
+            with pytest.raises(ValueError, match="arrays of 1000128000000 bytes; at most 1000000 are expected"):
+                bounds.start_message()
                 inflatable_utils.inflate_object_from_contents(key, contents | {key: content})
+
+
+def test_a_chunk_that_many_arrays_list_is_not_assembled_for_each_of_them() -> None:
+    """One chunk of 1 MB and 1,000 small arrays that consist of it would become 1 GB."""
+    limit, honest = ArraySizeLimit(), Array(np.zeros(250_000, np.float32))
+    limit.allow(1_000_000)
+    ((name, chunk),) = honest.slice_array()
+
+    def assemble(count: int) -> None:
+        limit.start_message()
+        for number in range(count):
+            values = {"dtype": "float32", "shape": [number], "stype": "numpy.ndarray", "arraychunk_ids": [0]}
+            content = add_header_to_object_body(json.dumps(values).encode(), honest)
+            limit.inflate(content, {name: chunk})
+
+    assemble(1)
+    assemble(1)  # of the next message
+    with pytest.raises(ValueError, match="arrays of 1996160 bytes; at most 1000000 are expected"):
+        assemble(1000)
 
 
 def test_brackets_in_a_string_do_not_count_as_nesting() -> None:

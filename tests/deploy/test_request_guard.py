@@ -409,22 +409,44 @@ def test_the_size_of_a_reply_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_pat
         request_guard.write_reply_limit(tmp_path, 500)
     assert request_guard.read_reply_limit(tmp_path) == (10 if asked else 9)
     done: list[str] = []
-    handlers = SimpleNamespace(
-        push_messages=lambda request, state: done.append("message"),
-        push_object=lambda request, state: done.append("object"),
-    )
+    to_push, stored = ["t"], True
+
+    def push_messages(request: Any, state: Any) -> Any:
+        done.append("message")
+        return SimpleNamespace(objects_to_push=to_push)
+
+    def push_object(request: Any, state: Any) -> Any:
+        done.append("object")
+        return SimpleNamespace(stored=stored)
+
+    handlers = SimpleNamespace(push_messages=push_messages, push_object=push_object)
     request_guard.ReplyPushGuard(tmp_path).install(handlers)
     state = SimpleNamespace(object_store=InMemoryObjectStore())
     piece = SimpleNamespace(node=NodeProto(node_id=5), object_content=b"x" * 6)
-    handlers.push_messages(request=push(ObjectTree(object_id="t")), state=state)
-    handlers.push_object(request=piece, state=state)
-    with pytest.raises(Exception, match="too large"):
+
+    def announce(reply: str) -> None:
+        handlers.push_messages(request=push(ObjectTree(object_id=reply)), state=state)
+
+    def send() -> None:
         handlers.push_object(request=piece, state=state)
-    handlers.push_messages(request=push(ObjectTree(object_id="t")), state=state)
-    handlers.push_object(request=piece, state=state)
+
+    announce("t")
+    stored = False
+    send()  # Flower did not store it, so it does not count
+    stored = True
+    send()
+    for again in ("the same reply", "a reply that Flower does not accept"):
+        if again != "the same reply":
+            to_push = []
+        announce("t" if again == "the same reply" else "u")
+        with pytest.raises(Exception, match="too large"):
+            send()
+    to_push = ["v"]
+    announce("v")
+    send()
     with pytest.raises(Exception, match="must name its sender"):
         handlers.push_messages(request=push(ObjectTree(object_id="t"), src_node_id=1), state=state)
-    assert done == ["message", "object", "message", "object"]
+    assert done == ["message", "object", "object", "message", "message", "message", "object"]
 
 
 def test_a_reply_is_delivered_when_it_is_complete() -> None:

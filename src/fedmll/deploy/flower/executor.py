@@ -108,6 +108,7 @@ class TaskExecutor:
         client = RuntimeHttpClient.from_server_address(self.address, True, None, interceptors)
         sender = start_heartbeat(client)
         try:
+            ARRAY_LIMIT.start_message()
             message, context, _, _ = pull_task_input(client)  # the server's bundle of code is ignored
             context.node_config["site"] = str(self.site_file)
             reply: FlowerMessage = app(message, context)

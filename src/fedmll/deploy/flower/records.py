@@ -164,22 +164,29 @@ def _header(name: str, data: bytes) -> tuple[str, tuple[int, ...], bool, int]:
 
 
 class ArraySizeLimit:
-    """The largest array that Flower may assemble in this process, the server's or a site's.
+    """How many bytes of arrays Flower may assemble for one message in this process, the server's or a site's.
 
     Flower assembles a message before fedmll sees it. An array lists its chunks by number and may list the same chunk
-    any number of times: 20 MB listed a million times would become 20 TB.
+    any number of times, and so may any number of arrays: 20 MB listed a million times would become 20 TB.
     """
 
     def __init__(self) -> None:
         self.max_bytes = 0
+        # bytes of the arrays of the current message, without their headers; None: messages are not told apart, as in
+        # Flower's simulation engine, and each array is limited by itself
+        self.assembled: int | None = None
 
     def install(self) -> None:
         """Make Flower assemble arrays with `inflate`."""
         register_array_class(SimpleNamespace(inflate=self.inflate))
 
     def allow(self, size: int) -> None:
-        """Allow arrays of this many bytes."""
+        """Allow this many bytes in all arrays of a message together."""
         self.max_bytes = max(self.max_bytes, size)
+
+    def start_message(self) -> None:
+        """Call this before Flower assembles a message."""
+        self.assembled = 0
 
     def inflate(self, object_content: bytes, children: dict[str, Any] | None = None) -> Array:
         """Flower's `Array.inflate`, after a check of the size."""
@@ -187,8 +194,11 @@ class ArraySizeLimit:
         names = get_object_children_ids_from_object_content(object_content)
         chunks = [(children or {})[names[place]] for place in header["arraychunk_ids"]]
         size = sum(len(chunk.data) for chunk in chunks)
-        if size > self.max_bytes + ARRAY_HEADER_BYTES:
-            raise ValueError(f"an array of {size} bytes; at most {self.max_bytes} are expected")
+        together = size + (self.assembled or 0)
+        if together > self.max_bytes + ARRAY_HEADER_BYTES:
+            raise ValueError(f"arrays of {together} bytes; at most {self.max_bytes} are expected")
+        if self.assembled is not None:
+            self.assembled += max(0, size - ARRAY_HEADER_BYTES)
         return Array.inflate(object_content, children)
 
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import resource
+import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -451,7 +452,9 @@ class ReplyPushGuard:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.received: dict[int, int] = {}  # node → bytes since its last reply began
+        self.received: dict[int, int] = {}  # node → bytes that were stored since its last reply began
+        self.lock = threading.Lock()  # Flower's functions run in several threads
+        self.replies: set[str] = set()  # that were begun: to announce one again does not start a new count
 
     def install(self, handlers: Any) -> None:
         """Wrap Flower's functions that receive messages and objects."""
@@ -462,15 +465,26 @@ class ReplyPushGuard:
         problem = find_push_problem(request) or find_tree_problem(request.message_object_trees[0], state.object_store)
         if problem:
             raise HTTPException(403, problem)
-        self.received[request.node.node_id] = 0
-        return self.flower_push_messages(request=request, state=state)
+        response = self.flower_push_messages(request=request, state=state)
+        reply = request.messages_list[0].metadata.message_id
+        if response.objects_to_push and reply not in self.replies:  # Flower accepts one reply to each message
+            self.replies.add(reply)
+            with self.lock:
+                self.received[request.node.node_id] = 0
+        return response
 
     def push_object(self, request: Any, state: Any) -> Any:
         node = request.node.node_id
-        self.received[node] = self.received.get(node, 0) + len(request.object_content)
-        if self.received[node] > read_reply_limit(self.folder):
-            raise HTTPException(413, "the reply is too large")
-        return self.flower_push_object(request=request, state=state)
+        size, most = len(request.object_content), read_reply_limit(self.folder)
+        with self.lock:
+            if self.received.get(node, 0) + size > most:
+                raise HTTPException(413, "the reply is too large")
+            self.received[node] = self.received.get(node, 0) + size
+        response = self.flower_push_object(request=request, state=state)
+        if not response.stored:  # for example because it was stored before
+            with self.lock:
+                self.received[node] = max(0, self.received[node] - size)
+        return response
 
 
 def find_push_problem(request: Any) -> str | None:

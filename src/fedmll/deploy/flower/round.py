@@ -158,10 +158,10 @@ class Transport:
                 del pending[message_id]  # its node connected again: that message is lost
             message, info = message_for(client)
             specs = self.reply_specs(kind, client, message)
-            sizes = [spec.most_bytes for spec in specs.values()]
-            ARRAY_LIMIT.allow(max([message.nbytes, *sizes]))
-            if sum(sizes) > self.reply_limit:
-                self.reply_limit = sum(sizes)
+            reply_bytes = sum(spec.most_bytes for spec in specs.values())
+            ARRAY_LIMIT.allow(max(message.nbytes, reply_bytes))
+            if reply_bytes > self.reply_limit:
+                self.reply_limit = reply_bytes
                 self.set_reply_limit(self.reply_limit)
             content = to_records(message, info | self.membership.info)
             outgoing = FlowerMessage(content, member.node, kind, ttl=seconds, group_id=str(self.number))

@@ -38,6 +38,7 @@ from fedmll.deploy.flower.flower_internals import (
     runtime_client,
     set_retry_time,
 )
+from fedmll.deploy.flower.records import ARRAY_LIMIT
 from fedmll.deploy.flower.request_guard import read_notices
 
 TASK_SECONDS = 30  # to get the run's task from a SuperLink that has just started
@@ -68,6 +69,7 @@ class CheckedGrid(HttpGrid):
             client.ConfirmMessageReceived(
                 ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=metadata.message_id)
             )
+            ARRAY_LIMIT.start_message()
             message: Any = inflate_object_from_contents(metadata.message_id, contents)
             if message.has_error():
                 return make_message(metadata, error=message.error)
