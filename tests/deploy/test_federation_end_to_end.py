@@ -86,7 +86,7 @@ def test_a_killed_site_is_skipped_and_accepted_again(world: World) -> None:  # n
 
 def test_a_site_joins_late_and_another_leaves(world: World) -> None:  # noqa: F811
     """The run starts with two sites when the join timeout is over. A site that is stopped with Ctrl-C is reported."""
-    changes = {"method__name": "test-drifting-slowly", "method__seconds": 0.5, "training__rounds": 40}
+    changes = {"method__name": "test-drifting-slowly", "method__seconds": 0.5, "training__rounds": 26}
     server = world.serve("--start-with", "2", "--join-timeout", "40", **changes)
     leaver = world.join("site-a")
     world.join("site-b")
@@ -96,7 +96,7 @@ def test_a_site_joins_late_and_another_leaves(world: World) -> None:  # noqa: F8
     world.until(lambda: any(row["clients"] == 3 for row in world.rows()))
     leaver.send_signal(signal.SIGINT)
     assert world.ended(leaver, 30) == 130
-    assert world.ended(server) == 0, world.said("server")
+    assert world.ended(server, 240) == 0, world.said("server")
     said = " ".join(world.said("server").split())
     assert "site-c has joined: 50 images, 7 annotated classes; it takes part from round" in said
     assert "site-a has left: its program was stopped there" in said
