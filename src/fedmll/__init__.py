@@ -34,7 +34,7 @@ _MODULES = {
     "Result": "training.callbacks",
     "compare": "comparison.compare",
     "load_model": "inference.model_file",
-    "load_run": "inference.load",
+    "load_run": "inference.load_run",
     "register": "core.registry",
     "resume": "training.round_loop",
     "run": "training.round_loop",
