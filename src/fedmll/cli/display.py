@@ -16,7 +16,6 @@ from fedmll.comparison.results import ComparisonCell
 from fedmll.config.experiment import Experiment
 from fedmll.core.text import printable
 from fedmll.data.federation import Federation
-from fedmll.deploy.site.site_data import SiteDataSummary
 from fedmll.evaluation.metric_definitions import ROUND_TABLE, metrics_in
 from fedmll.runs.formatting import format_number, headline_metrics
 from fedmll.runs.run_folder import MetricsRow
@@ -24,6 +23,7 @@ from fedmll.training.callbacks import Callback, Result
 
 if TYPE_CHECKING:
     from fedmll.deploy.site.check import CheckResult
+    from fedmll.deploy.site.site_data import SiteDataSummary
 
 # Averages that leave out the same classes (ClassificationReport.left_out): their names, and the reason.
 LEFT_OUT = {
