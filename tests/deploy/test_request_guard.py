@@ -23,6 +23,7 @@ from flwr.supercore.date import now
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.primitives.asymmetric import sign_message
 
+from fedmll.core.errors import ConfigError
 from fedmll.deploy import error_codes
 from fedmll.deploy.flower import flower_internals, request_guard
 from fedmll.deploy.flower.request_guard import (
@@ -323,6 +324,30 @@ def test_a_restarted_program_is_accepted_unless_the_first_is_still_active(
     )  # two programs used the key just now
     assert caller.call(request_guard.DEACTIVATE, caller.headers())[0] == 200
     assert caller.call(request_guard.ACTIVATE, caller.headers(instance="4"))[0] == 200  # it said goodbye
+
+
+def test_programs_that_wait_to_replace_another_count_as_requests(caller: Caller) -> None:
+    """A member names another program in each of many requests. Each of them waits, and keeps its connection."""
+
+    async def attack() -> list[int]:
+        assert (await caller.acall(request_guard.ACTIVATE, caller.headers()))[0] == 200
+        requests = [
+            asyncio.create_task(caller.acall(request_guard.ACTIVATE, caller.headers(instance=f"p{number}")))
+            for number in range(20)
+        ]
+        await asyncio.sleep(0.3)
+        waiting = sum(not task.done() for task in requests)
+        assert waiting == request_guard.MAX_REQUESTS_IN_FLIGHT
+        return [(await task)[0] for task in requests]
+
+    assert asyncio.run(attack()).count(503) == 12
+
+
+def test_a_link_to_a_missing_list_of_revoked_keys_admits_nobody(caller: Caller, tmp_path: Path) -> None:
+    (caller.folder / client_keys.REVOKED_FILE).symlink_to(tmp_path / "not mounted")
+    assert caller.call(PULL, caller.headers())[0] == 503
+    with pytest.raises(ConfigError, match="no client is accepted"):
+        client_keys.load_public_keys(caller.folder, [caller.name])
 
 
 def test_only_a_client_that_does_not_come_back_has_left(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,16 +171,16 @@ class ClientAuthenticator:
 
     def _revoked_keys(self, name: str) -> frozenset[str]:
         """The revoked keys at this moment; the list is read again when it has changed. A revoked key stays revoked."""
-        if self.revoked_file is not None and self.revoked_file.exists():
-            status = self.revoked_file.stat()
-            version = (status.st_mtime_ns, status.st_size)
-            if version != self._revoked_version:
-                try:
+        if self.revoked_file is not None and os.path.lexists(self.revoked_file):
+            try:
+                status = self.revoked_file.stat()
+                version = (status.st_mtime_ns, status.st_size)
+                if version != self._revoked_version:
                     self._revoked |= read_revoked_keys(self.revoked_file).keys()
-                except ConfigError as error:
-                    self.notify(f"{name} has to wait: {error}")
-                    raise RequestRejected(503) from None
-                self._revoked_version = version
+                    self._revoked_version = version
+            except (ConfigError, OSError) as error:
+                self.notify(f"{name} has to wait: {error}")
+                raise RequestRejected(503) from None
         return self._revoked
 
     async def register_program(self, name: str, instance: str, path: str) -> None:
@@ -249,8 +249,11 @@ class RequestGuard:
             return
         try:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            client = await self._authenticate(scope, headers)
+            client = self._authenticate(scope, headers)
             with self._admit(client, _body_size(scope["path"], headers)):
+                if client is not None and self.authenticator is not None:  # it may wait, so it is counted already
+                    instance = headers.get(INSTANCE_HEADER, "")[:64]
+                    await self.authenticator.register_program(client, instance, scope["path"])
                 body = await self._read_request(scope["path"], headers, receive)
                 if body is not None:
                     await self.app(scope, _replay(body, receive), send)
@@ -265,7 +268,7 @@ class RequestGuard:
         local = path.startswith(RUNTIME) and client in (*LOOPBACK, server.removeprefix(IPV4_MAPPED))
         return scope["type"] == "http" and (local or path.startswith(FLEET))
 
-    async def _authenticate(self, scope: Any, headers: Mapping[str, str]) -> str | None:
+    def _authenticate(self, scope: Any, headers: Mapping[str, str]) -> str | None:
         """The client of a request: its name, or without keys its address. None: this machine's server."""
         path = scope["path"]
         if not self.is_allowed(scope):
@@ -274,9 +277,7 @@ class RequestGuard:
             return None
         if self.authenticator is None:
             return str((scope.get("client") or ("",))[0])
-        name = self.authenticator.identify(headers, path)
-        await self.authenticator.register_program(name, headers.get(INSTANCE_HEADER, "")[:64], path)
-        return name
+        return self.authenticator.identify(headers, path)
 
     @contextmanager
     def _admit(self, client: str | None, size: int) -> Iterator[None]:

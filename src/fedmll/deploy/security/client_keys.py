@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -106,7 +107,7 @@ def read_revoked_keys(path: Path) -> dict[str, str]:
     Raises:
         ConfigError: the file is damaged. Nobody can say then which keys are revoked, so none may be accepted.
     """
-    if not path.exists():
+    if not os.path.lexists(path):  # a link to a file that is missing is damaged
         return {}
     try:
         text = path.read_text(encoding="ascii")
