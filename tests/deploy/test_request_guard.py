@@ -159,6 +159,30 @@ def test_the_signature_of_another_member_is_rejected(caller: Caller, tmp_path: P
     assert caller.call(PULL, mixed)[0] == 401
 
 
+@pytest.mark.parametrize("twice", ["flwr-public-key", "Flwr-Timestamp", INSTANCE_HEADER])
+def test_a_header_that_identifies_a_client_is_sent_once(caller: Caller, tmp_path: Path, twice: str) -> None:
+    """Flower reads the first of two headers. A member could add the Flower headers of another site, which a server that
+    both know has received: Flower's signature is valid at any server."""
+    other = Caller(tmp_path / "other", "site-b")
+    for first in (False, True):
+        signed = caller.signed(PULL, caller.headers())
+        extra = (twice.encode(), other.headers()[twice.lower()].encode())
+        raw = [(name.encode(), value.encode()) for name, value in signed.items()]
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: dict[str, Any], sent: list[dict[str, Any]] = sent) -> None:
+            sent.append(message)
+
+        headers = [extra, *raw] if first else [*raw, extra]
+        scope = {"type": "http", "path": PULL, "headers": headers, "client": ("203.0.113.9", 1)}
+        asyncio.run(caller.guard(scope, receive, send))
+        assert sent[0]["status"] == 400
+    assert caller.reached == []
+
+
 def test_bodies_are_bounded_as_declared_and_as_sent(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caller.call(PULL, caller.headers(content_length=str(request_guard.SMALL + 1)), b"x")[::2] == (413, 0)
     assert caller.call(PULL, caller.headers(content_length="-1"), b"x")[::2] == (413, 0)

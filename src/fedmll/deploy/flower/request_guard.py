@@ -56,6 +56,7 @@ INSTANCE_HEADER = "fedmll-instance"  # a different value for each start of a Sup
 SERVER_HEADER = "fedmll-server"  # the fingerprint of the certificate of the server that a request is for
 BODY_HEADER = "fedmll-body-sha256"
 SIGNATURE_HEADER = "fedmll-signature"
+AUTHENTICATION_HEADERS = ("flwr-", "fedmll-")  # how the names of all headers begin that identify a client
 
 SMALL, LISTS, OBJECT = 64 * 1024, 4 * 1024**2, 32 * 1024**2  # Flower splits tensors into objects of 5 MB
 MAX_BYTES = {
@@ -248,7 +249,7 @@ class RequestGuard:
         if scope["type"] != "http":
             return
         try:
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            headers = _read_headers(scope)
             client = self._authenticate(scope, headers)
             with self._admit(client, _body_size(scope["path"], headers)):
                 if client is not None and self.authenticator is not None:  # it may wait, so it is counted already
@@ -314,6 +315,15 @@ class RequestGuard:
         if is_signed and body is not None and hashlib.sha256(body).hexdigest() != headers[BODY_HEADER]:
             raise RequestRejected(401, format_rejection(RejectionCode.UNKNOWN))
         return body
+
+
+def _read_headers(scope: Any) -> dict[str, str]:
+    """The headers by name. Flower reads the first header of a name: a second one could name another client."""
+    names = [name.decode("latin-1").lower() for name, _ in scope["headers"]]
+    identifying = [name for name in names if name.startswith(AUTHENTICATION_HEADERS)]
+    if len(set(identifying)) < len(identifying):
+        raise RequestRejected(400)
+    return dict(zip(names, (value.decode("latin-1") for _, value in scope["headers"]), strict=True))
 
 
 def _body_size(path: str, headers: Mapping[str, str]) -> int:
