@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedmll.core import small_groups
+from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.client_round import Client
@@ -237,6 +238,21 @@ def test_platt_sums_leave_out_what_the_ridge_withholds() -> None:
     sums, _ = attacked(5)
     assert not sums[:, 1].any()
     assert sums[:, [0, 2]].any()
+
+
+def test_platt_sums_are_not_a_scan_of_all_scores() -> None:
+    """With a very steep a, the gradient by b counts the images with a score above −b/a. A server that asks for
+    thousands of candidates would learn the score of every image."""
+    trainer, client = site(5, labels_of(COMMON, COMMON, COMMON), 1, **FROZEN, method__calibrate="platt")
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
+    steep = torch.tensor([[1e7] * 3, [0.0] * 3], dtype=torch.float64)
+    for count in (4, 5):
+        sent.tensors["platt/tried"] = steep.expand(count, 2, 3).clone()
+        if count == 4:
+            assert len(trainer.train(client, sent, {})["platt/sums"]) == 4
+        else:
+            with pytest.raises(ConfigError, match="the sums of 5 candidates of Platt's calibration"):
+                trainer.train(client, sent, {})
 
 
 # ---- (d) FedIRM's relations

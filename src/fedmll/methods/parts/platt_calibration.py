@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedmll.core import small_groups
+from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.methods.base import Aggregator, Part, Records, SumAggregator, TensorSpec
 from fedmll.methods.client_round import ClientRound
@@ -52,6 +53,7 @@ class PlattCalibration(Part):
             return {}
         sent, features = self.received(client_round), client_round.outputs(features=True).features
         assert features is not None
+        check_request(sent)
         with torch.no_grad():
             scores = client_round.model.logits(features).double() / 4 + 0.5  # z = 4 (s − ½)
         # the same targets as in the sums of the ridge head
@@ -108,6 +110,18 @@ class PlattStartAggregator(Aggregator):
         prior = torch.log((positives + 1) / (negatives + 1))
         first = torch.stack([torch.zeros_like(prior), prior])
         return self.state | {"targets": targets, "leverage": self.ridge.leverage, "tried": first[None]}, {}
+
+
+def check_request(sent: Tensors) -> None:
+    """At a client: reject what no calibration asks for.
+
+    With a large a, the sums count the samples above one score. Many candidates would show the score of every sample.
+    """
+    if len(sent["tried"]) > len(STEPS):
+        raise ConfigError(
+            f"The server asks for the sums of {len(sent['tried'])} candidates of Platt's calibration, and at most "
+            f"{len(STEPS)} are needed. Ask the server's operator why."
+        )
 
 
 def as_left_out(scores: Tensor, targets: Tensor, leverage: Tensor) -> Tensor:
