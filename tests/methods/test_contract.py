@@ -348,3 +348,14 @@ def test_rejected_reply_has_the_message_of_the_part() -> None:
 def test_average_without_replies_is_an_error() -> None:
     with pytest.raises(ReplyRejected, match="nothing to average"):
         WeightedMean().result()
+
+
+def test_bounds_of_a_specification_are_allowed_values() -> None:
+    spec = TensorSpec((2,), low=-3, high=4, norm=5)
+    assert spec.find_problem("t", torch.tensor([-3.0, 4.0])) is None
+    for wrong, text in (
+        ([-3.1, 0.0], "outside [-3, 4]"),
+        ([0.0, 4.1], "outside [-3, 4]"),
+        ([3.5, 4.0], "has the norm 5.32; at most 5 is accepted"),
+    ):
+        assert text in str(spec.find_problem("t", torch.tensor(wrong)))

@@ -11,7 +11,7 @@ from builders import small
 
 from fedmll.core.message import Message, Tensors
 from fedmll.methods.allowed_replies import find_class_problem
-from fedmll.methods.parts import platt_calibration, ridge_head
+from fedmll.methods.parts import platt_calibration, ridge_head, sum_checks
 from fedmll.methods.parts.sum_checks import refuse_losses, refuse_moments
 from fedmll.testing import experiment, make_client, make_client_info, make_trainer
 
@@ -83,7 +83,50 @@ def test_sums_of_unit_features_are_bounded() -> None:
     assert refuse_moments(ridge_head.sums_of(1.01 * features, targets), 20) is None
 
 
+def test_features_and_scores_up_to_the_bound_are_accepted() -> None:
+    features = torch.full((3, 2), sum_checks.LARGEST_FEATURE, dtype=torch.float64)
+    targets = torch.tensor([[1], [0], [-1]], dtype=torch.int8)
+    assert refuse_moments(ridge_head.sums_of(features, targets), 3) is None
+    assert "larger than 10000" in str(refuse_moments(ridge_head.sums_of(1.001 * features, targets), 3))
+    tried = torch.zeros(1, 2, 1, dtype=torch.float64)
+    score = sum_checks.LARGEST_SCORE
+    sums = torch.tensor([2 * np.log(2), 2 * score, 0, 2 * score**2 / 4, 0, 0.5]).double().view(1, 6, 1)
+    assert refuse_losses(sums, tried, 2) is None
+    assert "scores are larger" in str(
+        refuse_losses(sums * torch.tensor([1, 1.001, 1, 1, 1, 1]).view(1, 6, 1), tried, 2)
+    )
+    assert "scores are larger" in str(
+        refuse_losses(sums * torch.tensor([1, 1, 1, 1.001, 1, 1]).view(1, 6, 1), tried, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "possible"), [([0.0, 3.0], True), ([1.0, 1.5], False), ([1.0, -1.0], False), ([1.0, 4.0], False)]
+)
+def test_every_count_must_be_possible(counts: list[float], possible: bool) -> None:
+    assert sum_checks._counts(torch.tensor(counts), 3) == possible
+
+
 # ---- Platt's
+
+
+def test_hessians_are_positive_semi_definite() -> None:
+    """Equal scores have a singular Hessian, which is accepted; a determinant below 0 is not."""
+    singular = torch.tensor([1.0, 0, 0, 4, 2, 1]).double().view(1, 6, 1)
+    assert platt_calibration._convex(singular)
+    for place, value in ((0, -1.0), (3, -4.0), (4, 2.1), (5, -1.0)):
+        wrong = singular.clone()
+        wrong[0, place] = value
+        assert not platt_calibration._convex(wrong)
+
+
+def test_newton_steps_and_fractions_of_them_are_tried() -> None:
+    """The loss (a − 3)² + (b − 1)² at a = b = 0: the Newton step leads to its minimum."""
+    tried, best = torch.zeros(1, 2, 1).double(), torch.full((3, 1), torch.inf).double()
+    found = platt_calibration.better(tried, best, torch.tensor([10.0, -6, -2, 2, 0, 2]).double().view(1, 6, 1))
+    expected = torch.tensor([1.0, 0.5, 0.1, 0.01]).double()[:, None] * torch.tensor([3.0, 1.0]).double()
+    torch.testing.assert_close(found["tried"][:, :, 0], expected, rtol=1e-6, atol=0)
+    assert found["best"].flatten().tolist() == [0, 0, 10]
 
 
 def losses(tried: torch.Tensor, seed: int = 0) -> torch.Tensor:
