@@ -105,6 +105,7 @@ def test_the_table_can_be_sorted_and_shows_all_metrics(browser: Any, page: str) 
 
 def test_the_theme_button_and_the_tooltips(browser: Any, page: str) -> None:
     from selenium.webdriver import ActionChains
+    from selenium.webdriver.support.ui import WebDriverWait
 
     open_page(browser, page)
     browser.find_element("id", "theme").click()
@@ -118,4 +119,5 @@ def test_the_theme_button_and_the_tooltips(browser: Any, page: str) -> None:
     details = browser.find_element("css selector", "figure[data-chart=classes] .numbers summary")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", details)
     details.click()
-    assert len(browser.find_elements("css selector", "figure[data-chart=classes] .numbers tbody tr")) == 20
+    rows = "figure[data-chart=classes] .numbers tbody tr"  # they are written when the browser reports the opening
+    WebDriverWait(browser, 20).until(lambda browser: len(browser.find_elements("css selector", rows)) == 20)
