@@ -104,7 +104,7 @@ from flwr.serverapp.strategy import FedAvg
 from fedmll.config.experiment import Experiment
 from fedmll.deploy.experiment_for_sites import StudySetup
 from fedmll.methods import build_method
-from fedmll.methods.task import Task
+from fedmll.methods.framework.task import Task
 from safetensors.torch import save_file
 
 app = ServerApp()

@@ -26,8 +26,8 @@ from fedmll.cli.output import console
 from fedmll.core.message import Message
 from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
-from fedmll.methods.client_round import Client, TrainStep
 from fedmll.methods.fedharmony import CorrelationAlignment
+from fedmll.methods.framework.client_round import Client, TrainStep
 from fedmll.runs.formatting import markdown_table
 from fedmll.testing import aggregate, start_round
 

@@ -22,9 +22,9 @@ from fedmll import Experiment, run
 from fedmll.cli.display import RunProgress
 from fedmll.cli.output import console
 from fedmll.data import federation
-from fedmll.methods.client_round import ClientRound
 from fedmll.methods.fedmlp import FedMLP
-from fedmll.methods.method import switch
+from fedmll.methods.framework.client_round import ClientRound
+from fedmll.methods.framework.method import switch
 from fedmll.methods.parts.missing_label_detection import MissingLabelTags
 from fedmll.runs.formatting import markdown_table, mean_and_std
 

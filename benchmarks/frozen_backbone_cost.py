@@ -30,7 +30,7 @@ from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import no_progress
 from fedmll.engines.client_trainer import Trainer, with_tokens
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.task import task_of
 
 ROUND, CACHE = 1 / 20, 1.3  # goals: the largest ratios
 PIXELS, BATCH = 112, 32

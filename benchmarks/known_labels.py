@@ -20,7 +20,7 @@ from fedmll.core.seeding import numpy_generator
 from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
 from fedmll.evaluation import metrics
-from fedmll.methods.client_round import EVALUATION_BATCH
+from fedmll.methods.framework.client_round import EVALUATION_BATCH
 from fedmll.testing import aggregate
 
 

@@ -32,8 +32,8 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message
 from fedmll.data.dataset import Dataset
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import Client, ClientRound
-from fedmll.methods.task import Task
+from fedmll.methods.framework.client_round import Client, ClientRound
+from fedmll.methods.framework.task import Task
 from fedmll.testing import client_with, compute_loss, start_round
 
 LIMIT = 1.15

@@ -36,7 +36,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.data import federation
 from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation import metrics
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.task import task_of
 from fedmll.training.callbacks import Callback
 from fedmll.training.round_loop import run
 

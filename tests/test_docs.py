@@ -178,4 +178,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement of the theme
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    assert 'id="fedmll.methods.base.Part.loss"' in (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
+    assert (
+        'id="fedmll.methods.framework.base.Part.loss"'
+        in (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
+    )

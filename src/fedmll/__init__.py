@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fedmll.core.registry import register
     from fedmll.inference.load_run import load_run
     from fedmll.inference.model_file import load_model
-    from fedmll.methods.base import Part
-    from fedmll.methods.method import Method
+    from fedmll.methods.framework.base import Part
+    from fedmll.methods.framework.method import Method
     from fedmll.training.callbacks import Callback, Result
     from fedmll.training.round_loop import resume, run
 
@@ -29,8 +29,8 @@ _MODULES = {
     "Callback": "training.callbacks",
     "Experiment": "config.experiment",
     "FedmllError": "core.errors",
-    "Method": "methods.method",
-    "Part": "methods.base",
+    "Method": "methods.framework.method",
+    "Part": "methods.framework.base",
     "Result": "training.callbacks",
     "compare": "comparison.compare",
     "load_model": "inference.model_file",

@@ -19,10 +19,10 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message, Tensors
 from fedmll.data.dataset import Dataset
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.base import Records
-from fedmll.methods.client_round import Client, ClientInfo, ClientRound, Reply, TrainStep, tensors_of
-from fedmll.methods.method import Method
-from fedmll.methods.task import Task
+from fedmll.methods.framework.base import Records
+from fedmll.methods.framework.client_round import Client, ClientInfo, ClientRound, Reply, TrainStep, tensors_of
+from fedmll.methods.framework.method import Method
+from fedmll.methods.framework.task import Task
 
 CLASSES = ("a", "b", "c")
 

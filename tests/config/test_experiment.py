@@ -9,9 +9,9 @@ from fedmll.config.experiment import Experiment
 from fedmll.config.toml_values import merge_overrides, parse_value
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
-from fedmll.methods.base import Part, PartOptions, option
+from fedmll.methods.framework.base import Part, PartOptions, option
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import UnknownAsNegative
-from fedmll.methods.method import Method
 
 
 def test_toml_round_trip_gives_the_same_experiment(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from fedmll.data import federation
 from fedmll.deploy.security import certificates
 from fedmll.deploy.security import client_keys as keys
 from fedmll.engines.local import LocalEngine
-from fedmll.methods.base import Aggregator, Part, Records, TensorSpec, option
-from fedmll.methods.client_round import ClientRound, TrainStep
-from fedmll.methods.method import Method
+from fedmll.methods.framework.base import Aggregator, Part, Records, TensorSpec, option
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.method import Method
 from fedmll.methods.parts.averaging import WeightedAverage
 
 CLASSES = [f"digit-{number}" for number in range(10)]

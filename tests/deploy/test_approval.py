@@ -16,7 +16,7 @@ from fedmll.deploy.error_codes import SiteError
 from fedmll.deploy.experiment_for_sites import compute_study_digest
 from fedmll.deploy.site import approval
 from fedmll.deploy.site.site_config import SiteLimits
-from fedmll.methods.task import Task
+from fedmll.methods.framework.task import Task
 
 
 def task_of(**changes: object) -> Task:

@@ -29,7 +29,7 @@ from fedmll import run
 from fedmll.core.small_groups import MIN_GROUP_SIZE
 from fedmll.deploy.flower.child_processes import find_free_port, flower_environment
 from fedmll.deploy.flower.executor import acquire_task, open_task_client
-from fedmll.methods import task
+from fedmll.methods.framework import task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -25,7 +25,7 @@ from fedmll.deploy.flower.client_app import TRAIN
 from fedmll.deploy.server import serve, server_settings
 from fedmll.deploy.server.serve import check_can_start_with
 from fedmll.deploy.server.server_settings import ServerSettings
-from fedmll.methods.client_round import ClientInfo
+from fedmll.methods.framework.client_round import ClientInfo
 from fedmll.runs.run_folder import RunFolder
 from fedmll.training import round_loop
 
@@ -153,7 +153,7 @@ def test_a_late_client_that_the_method_cannot_work_with_is_rejected_and_the_run_
         if any(int(peer.owned.sum()) < 10 for peer in peers):
             raise ConfigError("Everybody must annotate everything.")
 
-    monkeypatch.setattr("fedmll.methods.method.Method.validate_clients", validate_clients)
+    monkeypatch.setattr("fedmll.methods.framework.method.Method.validate_clients", validate_clients)
     hear.at_round = {1: lambda: coming(grid)}
     result = go(consortium, grid, tmp_path / "out", hear, started_with(2), training__rounds=4)
     assert [row["clients"] for row in result.rows] == [2, 2, 2, 2]

@@ -34,8 +34,8 @@ from fedmll.deploy.server import serve
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.deploy.server.site_federation import build_federation, load_server_data
 from fedmll.deploy.site import worker
-from fedmll.methods.base import TensorSpec
-from fedmll.methods.method import MethodAggregator
+from fedmll.methods.framework.base import TensorSpec
+from fedmll.methods.framework.method import MethodAggregator
 from fedmll.methods.parts.averaging import WeightedAverageAggregator
 from fedmll.runs.run_folder import RunFolder
 from fedmll.training import round_loop

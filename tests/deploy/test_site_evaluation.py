@@ -27,9 +27,9 @@ from fedmll.deploy.flower.client_app import EVALUATE, TRAIN
 from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.site import worker
 from fedmll.evaluation.histograms import BINS, score_histograms
-from fedmll.methods.allowed_replies import find_class_problem, find_name_problem, find_tensor_problem
-from fedmll.methods.base import TensorSpec
-from fedmll.methods.client_round import ClientInfo
+from fedmll.methods.framework.allowed_replies import find_class_problem, find_name_problem, find_tensor_problem
+from fedmll.methods.framework.base import TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from fedmll.deploy.flower.client_app import EVALUATE, HELLO, TRAIN, app
 from fedmll.deploy.flower.records import from_records, to_records
 from fedmll.deploy.site.site_config import Site, write_site_file
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import ClientInfo
-from fedmll.methods.task import Task
+from fedmll.methods.framework.client_round import ClientInfo
+from fedmll.methods.framework.task import Task
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "what-leaves-a-site.md"
 HEADER = "| method | when | tensors | numbers |"

@@ -51,7 +51,7 @@ def test_batches_do_not_depend_on_gathering_an_epoch_at_once(monkeypatch: pytest
     trainer = make_trainer(experiment(training__batch_size=4, training__local_epochs=2, training__augment=augment))
     client = make_client(trainer, LABELS)
     at_once = list(client.batches())
-    monkeypatch.setattr("fedmll.methods.client_round.GATHERED_BYTES", len(LABELS) * 64 - 1)
+    monkeypatch.setattr("fedmll.methods.framework.client_round.GATHERED_BYTES", len(LABELS) * 64 - 1)
     one_by_one = list(client.batches())
     assert [len(batch) for batch in at_once] == [4, 2, 4, 2]
     for batch, other in zip(at_once, one_by_one, strict=True):

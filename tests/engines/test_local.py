@@ -18,10 +18,10 @@ from fedmll.core.errors import ClientError, ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
-from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec
-from fedmll.methods.client_round import ClientInfo, ClientRound
+from fedmll.methods.framework.base import Aggregator, Part, PartOptions, Records, TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import UnknownAsNegative
-from fedmll.methods.method import Method
 from fedmll.training.callbacks import Callback
 from fedmll.training.round_loop import run
 

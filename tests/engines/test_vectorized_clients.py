@@ -19,10 +19,19 @@ from fedmll.core.message import Message, Tensors
 from fedmll.core.registry import register
 from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine, group_clients
-from fedmll.methods.base import Aggregator, Head, Part, PartOptions, Records, TensorSpec, TruthAudit, vectorized
-from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.base import (
+    Aggregator,
+    Head,
+    Part,
+    PartOptions,
+    Records,
+    TensorSpec,
+    TruthAudit,
+    vectorized,
+)
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import UnknownAsNegative
-from fedmll.methods.method import Method
 from fedmll.models.backbones import Backbone
 from fedmll.models.network import Classifier
 from fedmll.testing import experiment

@@ -24,8 +24,8 @@ from fedmll.data.federation import Federation
 from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.local import LocalEngine
 from fedmll.methods import find
-from fedmll.methods.client_round import Batch, Client, ClientInfo
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.client_round import Batch, Client, ClientInfo
+from fedmll.methods.framework.task import task_of
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Classifier

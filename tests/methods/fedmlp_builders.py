@@ -11,7 +11,7 @@ from scipy.special import expit
 from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import Batch, Client, ClientRound
+from fedmll.methods.framework.client_round import Batch, Client, ClientRound
 from fedmll.testing import make_client, make_trainer, start_round
 
 LABELS = np.array([[1, -1, 0], [0, -1, 0], [0, -1, 1], [1, -1, 0], [0, -1, -1], [0, -1, 1]])

@@ -12,7 +12,7 @@ import torch
 from fedmll.core.message import Tensors
 from fedmll.data.dataset import Dataset
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import Client
+from fedmll.methods.framework.client_round import Client
 from fedmll.testing import aggregate, client_with, experiment, make_client_info, make_trainer
 
 X = np.array([-1.0, 0.5, 1.5])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fedmll import resume, run
 from fedmll.core.message import Message
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import Client
+from fedmll.methods.framework.client_round import Client
 from fedmll.runs.run_folder import MetricsRow
 from fedmll.testing import experiment, make_client, make_trainer
 from fedmll.training.callbacks import Callback

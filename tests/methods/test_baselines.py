@@ -14,12 +14,12 @@ from fedmll.core.message import Message
 from fedmll.data.federation import build
 from fedmll.engines.local import LocalEngine
 from fedmll.methods import build_method
-from fedmll.methods.allowed_replies import find_reply_problem
-from fedmll.methods.base import TensorSpec
-from fedmll.methods.client_round import ClientInfo, TrainStep
+from fedmll.methods.framework.allowed_replies import find_reply_problem
+from fedmll.methods.framework.base import TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo, TrainStep
+from fedmll.methods.framework.task import task_of
 from fedmll.methods.parts.averaging import WeightedMean
 from fedmll.methods.parts.proximal_term import ProximalTerm
-from fedmll.methods.task import task_of
 from fedmll.testing import aggregate, first_step, make_client, make_trainer, start_round
 from fedmll.training.round_loop import run
 

@@ -18,11 +18,11 @@ from fedmll import Method, Part, resume, run
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.methods import config_of
-from fedmll.methods.base import TargetLoss
 from fedmll.methods.fedharmony import FedHarmony
 from fedmll.methods.fedlgt import ClientAwareMask
 from fedmll.methods.fedmlp import FedMLP
 from fedmll.methods.fednca_ml import FedNcaMl
+from fedmll.methods.framework.base import TargetLoss
 from fedmll.testing import experiment
 
 MISSING: dict[str, Any] = {

@@ -15,9 +15,9 @@ from torch import Tensor
 from fedmll import resume, run
 from fedmll.core.errors import ReplyRejected
 from fedmll.core.message import DiskBuffer, Message, Tensors
-from fedmll.methods.base import Aggregator, ImageTransform, Part, PartOptions, Records, TensorSpec, option
-from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
-from fedmll.methods.method import Method
+from fedmll.methods.framework.base import Aggregator, ImageTransform, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.method import Method
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
 from fedmll.methods.parts.semi_supervised import EmaTeacher, pseudo_targets, ramp_up
 from fedmll.testing import (

@@ -11,8 +11,8 @@ from builders import same_bits, sigmoid
 from conftest import small
 
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import ClientRound
 from fedmll.methods.condist import ConditionalDistillation
+from fedmll.methods.framework.client_round import ClientRound
 from fedmll.methods.parts.semi_supervised import tempered
 from fedmll.testing import first_step, make_client, make_trainer, start_round
 from fedmll.training.round_loop import run

@@ -17,7 +17,7 @@ from fedmll.core.message import Message, Tensors
 from fedmll.data.dataset import Dataset
 from fedmll.engines.client_trainer import Trainer
 from fedmll.methods import fedcurv
-from fedmll.methods.client_round import Client
+from fedmll.methods.framework.client_round import Client
 from fedmll.testing import aggregate, client_with, make_client, make_client_info, make_trainer, start_round
 
 U, V, COUNTED = "curvature/u", "curvature/v", "curvature/counted"

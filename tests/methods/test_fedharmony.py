@@ -23,11 +23,11 @@ from fedmll.core.seeding import derive
 from fedmll.data.federation import Federation
 from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.local import LocalEngine
-from fedmll.methods.client_round import ClientInfo
-from fedmll.methods.method import Method
+from fedmll.methods.framework.client_round import ClientInfo
+from fedmll.methods.framework.method import Method
+from fedmll.methods.framework.task import task_of
 from fedmll.methods.parts.averaging import SoftmaxMean
 from fedmll.methods.parts.label_correlation import BlockAlignmentLoss, spectral_blocks
-from fedmll.methods.task import task_of
 from fedmll.testing import aggregate, first_step, make_client, make_client_info, make_trainer, start_round
 
 CLASSES = 10  # of ml-digits

@@ -19,10 +19,10 @@ from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.local import LocalEngine
 from fedmll.evaluation import metrics
 from fedmll.methods import build_method
-from fedmll.methods.client_round import Batch, ClientRound, TrainStep
 from fedmll.methods.fedctran import LabelMask, random_known
 from fedmll.methods.fedlgt import ClientAwareMask, uncertain
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.client_round import Batch, ClientRound, TrainStep
+from fedmll.methods.framework.task import task_of
 from fedmll.testing import aggregate, make_client, start_round
 from fedmll.training.round_loop import run
 

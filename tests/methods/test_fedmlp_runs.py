@@ -20,7 +20,7 @@ from fedmll import resume, run
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Tensors
 from fedmll.data import federation
-from fedmll.methods.client_round import Batch, Client
+from fedmll.methods.framework.client_round import Batch, Client
 from fedmll.runs.run_folder import MetricsRow
 from fedmll.training.callbacks import Callback
 

@@ -14,7 +14,7 @@ from scipy.special import expit
 from fedmll import run
 from fedmll.core.message import Message
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import Client, ClientRound
+from fedmll.methods.framework.client_round import Client, ClientRound
 from fedmll.methods.parts.missing_label_detection import FedMLPPart
 from fedmll.testing import compute_loss, make_reply, start_round
 

@@ -17,9 +17,9 @@ from fedmll.data.federation import build
 from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.local import LocalEngine
 from fedmll.methods import build_method
-from fedmll.methods.client_round import TrainStep
 from fedmll.methods.fednca_ml import contrast, hinge_rejection, log_rejection
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.client_round import TrainStep
+from fedmll.methods.framework.task import task_of
 from fedmll.models.class_attention import PrototypeClassifier, simplex_etf
 from fedmll.testing import aggregate, make_client, start_round
 from fedmll.training.round_loop import run

@@ -14,8 +14,8 @@ from fedmll import load_run, run
 from fedmll.core.errors import ConfigError, ReplyRejected
 from fedmll.core.message import Message
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import TrainStep
 from fedmll.methods.fedrdn import RandomNormalisation
+from fedmll.methods.framework.client_round import TrainStep
 from fedmll.testing import aggregate, experiment, first_step, make_client, make_client_info, make_trainer, start_round
 
 PART = "random-normalisation"

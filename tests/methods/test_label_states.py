@@ -15,7 +15,7 @@ from builders import Exchange, Pass, Rounds, bce, method_for, rounds_of, rows_of
 from torch import Tensor
 
 from fedmll.data.federation import Federation, build
-from fedmll.methods.client_round import ClientInfo
+from fedmll.methods.framework.client_round import ClientInfo
 from fedmll.models import label_embeddings
 from fedmll.models.backbones import build_backbone
 from fedmll.models.ctran import CTran

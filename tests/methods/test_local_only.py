@@ -14,7 +14,7 @@ from fedmll.core.message import Message
 from fedmll.data import federation
 from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation import metrics
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.task import task_of
 from fedmll.testing import experiment
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from fedmll.core import registry
-from fedmll.methods.base import Part, vectorized
-from fedmll.methods.contract_checks import is_built_in
+from fedmll.methods.framework.base import Part, vectorized
+from fedmll.methods.framework.contract_checks import is_built_in
 
 HEADER = """
 import torch
 from torch import nn
 from fedmll import Method, Part, register
-from fedmll.methods.base import Head, PartOptions, TensorSpec, option
+from fedmll.methods.framework.base import Head, PartOptions, TensorSpec, option
 from fedmll.models.network import Network
 """
 METHOD = """
@@ -277,7 +277,7 @@ def test_registered_module_is_refused_as_a_part(fedmll: Callable[..., Any]) -> N
     composed = ("--method", "compose", "--set", "method.parts=['masked','my-part']")
     text = refusal(code, ("run", "--plugin", "plugin.py", *composed), fedmll)
     assert "The part 'my-part' is the class Linear" in text
-    assert "must be a subclass of fedmll.methods.base.Part" in text
+    assert "must be a subclass of fedmll.methods.framework.base.Part" in text
 
 
 def test_correct_part_is_not_affected() -> None:

@@ -18,9 +18,9 @@ from fedmll.core.message import Message, Tensors
 from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import Client, ClientRound
+from fedmll.methods.framework.client_round import Client, ClientRound
+from fedmll.methods.framework.task import Task, task_of
 from fedmll.methods.private_labels import PrivateFedAvg, SoftmaxLoss
-from fedmll.methods.task import Task, task_of
 from fedmll.testing import client_with
 
 FEW = ("apple", "bean", "corn", "date")

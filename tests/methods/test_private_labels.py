@@ -27,10 +27,10 @@ from fedmll.data import federation
 from fedmll.data.dataset import Dataset
 from fedmll.data.images.decode import read_images
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import Client, ClientInfo, TrainStep
+from fedmll.methods.framework.client_round import Client, ClientInfo, TrainStep
+from fedmll.methods.framework.task import Task
 from fedmll.methods.parts.central_tuning import CentralTuning
 from fedmll.methods.parts.classifier_rows import HeadRows, own_rows
-from fedmll.methods.task import Task
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Classifier
 from fedmll.reports.figures import label_coverage

@@ -18,7 +18,7 @@ from fedmll import run
 from fedmll.config.experiment import Experiment
 from fedmll.core.message import Tensors
 from fedmll.data.federation import Federation, build
-from fedmll.methods.client_round import Batch, ClientInfo
+from fedmll.methods.framework.client_round import Batch, ClientInfo
 from fedmll.models.flat_weights import FlatWeights
 
 MISSING = {"annotation__kind": "missing", "annotation__missing": 3}

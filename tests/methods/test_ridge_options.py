@@ -23,8 +23,8 @@ from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.data import federation
 from fedmll.engines.client_trainer import Trainer
+from fedmll.methods.framework.task import task_of
 from fedmll.methods.parts import platt_calibration, ridge_head
-from fedmll.methods.task import task_of
 from fedmll.models.flat_weights import sketch_frozen_tensors
 from fedmll.models.network import Lift
 from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer

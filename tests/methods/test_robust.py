@@ -14,9 +14,9 @@ from fedmll import run
 from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import build
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import ClientInfo
+from fedmll.methods.framework.client_round import ClientInfo
+from fedmll.methods.framework.task import task_of
 from fedmll.methods.parts import averaging
-from fedmll.methods.task import task_of
 
 SIZES = (5, 20, 1, 9, 14)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedmll.data.federation import Federation, build
-from fedmll.methods.client_round import Batch
+from fedmll.methods.framework.client_round import Batch
 
 MISSING = {"annotation__kind": "missing", "annotation__missing": 4}
 

@@ -18,7 +18,7 @@ from fedmll.core import small_groups
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import Client
+from fedmll.methods.framework.client_round import Client
 from fedmll.methods.parts.ridge_head import sums_of
 from fedmll.testing import experiment, make_client, make_client_info, make_trainer
 

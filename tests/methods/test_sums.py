@@ -10,7 +10,7 @@ import torch
 from builders import small
 
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.allowed_replies import find_class_problem
+from fedmll.methods.framework.allowed_replies import find_class_problem
 from fedmll.methods.parts import platt_calibration, ridge_head, sum_checks
 from fedmll.methods.parts.sum_checks import refuse_losses, refuse_moments
 from fedmll.testing import experiment, make_client, make_client_info, make_trainer

@@ -21,9 +21,9 @@ from fedmll.core.errors import ConfigError
 from fedmll.data import federation
 from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation import metrics
-from fedmll.methods.base import Head, Part
-from fedmll.methods.client_round import TrainStep
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.base import Head, Part
+from fedmll.methods.framework.client_round import TrainStep
+from fedmll.methods.framework.task import task_of
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat_weights import FlatWeights, sketch_frozen_tensors
 from fedmll.models.network import Classifier

@@ -18,7 +18,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.config.settings import ModelSettings
 from fedmll.core.errors import ConfigError
 from fedmll.data.federation import Federation
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.task import task_of
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Classifier

@@ -17,7 +17,7 @@ from fedmll import run
 from fedmll.core.errors import ConfigError
 from fedmll.data.federation import Federation
 from fedmll.methods import build_method
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.task import task_of
 from fedmll.reports.figures.label_correlation import (
     FILE,
     describe_difference,

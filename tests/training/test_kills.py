@@ -19,8 +19,8 @@ from conftest import small
 from fedmll import Experiment, resume, run
 from fedmll.core.files import checksum, is_leftover
 from fedmll.core.message import Tensors
-from fedmll.methods.client_round import ClientRound
-from fedmll.methods.method import Method
+from fedmll.methods.framework.client_round import ClientRound
+from fedmll.methods.framework.method import Method
 from fedmll.methods.parts.averaging import WeightedAverage
 
 EXPERIMENT = {

@@ -23,10 +23,10 @@ from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.message import Message, Tensors
 from fedmll.data import federation
 from fedmll.engines.local import LocalEngine
-from fedmll.methods.base import Aggregator, Part, Records, TensorSpec
-from fedmll.methods.client_round import ClientInfo, ClientRound
+from fedmll.methods.framework.base import Aggregator, Part, Records, TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import UnknownAsNegative
-from fedmll.methods.method import Method
 from fedmll.methods.parts.averaging import WeightedMean
 from fedmll.training import checkpoint, round_loop
 

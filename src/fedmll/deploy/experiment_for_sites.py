@@ -19,7 +19,7 @@ from fedmll.data import federation
 from fedmll.deploy import file_references
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.methods import build_method, config_of
-from fedmll.methods.task import Task
+from fedmll.methods.framework.task import Task
 
 DIGEST = re.compile("[0-9a-f]{64}")
 

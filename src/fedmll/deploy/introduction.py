@@ -9,7 +9,7 @@ from typing import Any
 
 from fedmll.deploy import label_counts
 from fedmll.deploy.error_codes import JoinRejected, RejectionCode
-from fedmll.methods.allowed_replies import MOST_SAMPLES
+from fedmll.methods.framework.allowed_replies import MOST_SAMPLES
 
 DIGEST = re.compile("[0-9a-f]{32}")
 

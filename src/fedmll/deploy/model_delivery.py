@@ -25,7 +25,7 @@ from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.engines.client_trainer import Trainer
 from fedmll.inference.model_file import SavedModel, build_metadata, describe_model, read_model, write_model
 from fedmll.inference.model_metadata import FORMAT_VERSION
-from fedmll.methods.client_round import ClientInfo
+from fedmll.methods.framework.client_round import ClientInfo
 from fedmll.methods.parts.classifier_rows import own_rows
 from fedmll.runs.run_folder import MODEL_FILE
 

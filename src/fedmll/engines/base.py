@@ -13,7 +13,7 @@ from fedmll.data.federation import Federation
 from fedmll.engines.client_state import StateVersions
 from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation.evaluate import Evaluation
-from fedmll.methods.base import Records
+from fedmll.methods.framework.base import Records
 
 
 class ClientStates(Protocol):

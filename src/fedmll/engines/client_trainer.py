@@ -22,10 +22,17 @@ from fedmll.data.images.cache import Progress, no_progress
 from fedmll.engines.optimizer import ClientOptimizer, backward
 from fedmll.engines.vectorized_clients import VectorizedClients
 from fedmll.methods import build_method
-from fedmll.methods.base import Part
-from fedmll.methods.client_round import EVALUATION_BATCH, Client, ClientInfo, ClientRound, TrainStep, tensors_of
+from fedmll.methods.framework.base import Part
+from fedmll.methods.framework.client_round import (
+    EVALUATION_BATCH,
+    Client,
+    ClientInfo,
+    ClientRound,
+    TrainStep,
+    tensors_of,
+)
+from fedmll.methods.framework.task import Task
 from fedmll.methods.parts.classifier_rows import own_rows
-from fedmll.methods.task import Task
 from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat_weights import FlatWeights, frozen_tensors
 from fedmll.models.frozen_features import WHOLE, store_frozen_features

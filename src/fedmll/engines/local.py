@@ -28,11 +28,11 @@ from fedmll.engines.client_trainer import Trainer
 from fedmll.engines.vectorized_clients import check_vectorizable
 from fedmll.engines.worker_pool import Job, WorkerPool
 from fedmll.evaluation.evaluate import Evaluation, evaluate_global_model, evaluate_local_models
-from fedmll.methods.allowed_replies import ReplyProblem, find_reply_problem
-from fedmll.methods.base import Records, TensorSpec, TruthAudit
-from fedmll.methods.client_round import EVALUATION_BATCH, Reply, tensors_of
-from fedmll.methods.method import Method
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.allowed_replies import ReplyProblem, find_reply_problem
+from fedmll.methods.framework.base import Records, TensorSpec, TruthAudit
+from fedmll.methods.framework.client_round import EVALUATION_BATCH, Reply, tensors_of
+from fedmll.methods.framework.method import Method
+from fedmll.methods.framework.task import task_of
 
 CHUNK = 4 * EVALUATION_BATCH  # samples of one prediction job
 HAS_STATE = "has client state"  # a number that a worker adds to a reply: whether the client keeps something

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fedmll.core.errors import ClientError, ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.engines.optimizer import ClientOptimizer, backward
-from fedmll.methods.base import Part
-from fedmll.methods.client_round import Batch, Client, ClientRound, TrainStep
+from fedmll.methods.framework.base import Part
+from fedmll.methods.framework.client_round import Batch, Client, ClientRound, TrainStep
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Lift, Network

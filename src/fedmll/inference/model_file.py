@@ -45,8 +45,8 @@ from fedmll.inference.model_metadata import (
     parse_metadata,
     writer_version,
 )
-from fedmll.methods.client_round import EVALUATION_BATCH
-from fedmll.methods.task import Task
+from fedmll.methods.framework.client_round import EVALUATION_BATCH
+from fedmll.methods.framework.task import Task
 from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat_weights import FrozenState
 from fedmll.models.pretrained_weights import METADATA_KEY

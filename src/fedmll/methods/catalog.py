@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from fedmll.methods.method_config import MethodEntry
+    from fedmll.methods.framework.method_config import MethodEntry
 
 FILE = Path(__file__).with_name("catalog.toml")
 COSTS = Path(__file__).with_name("costs.toml")

@@ -28,10 +28,10 @@ from fedmll.core import small_groups
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.methods import losses
-from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
-from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.losses import MaskedLoss
-from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedAverageAggregator
 from fedmll.methods.parts.semi_supervised import TwoStagePart, pseudo_targets
 

@@ -18,11 +18,11 @@ from pydantic import BaseModel, create_model
 from fedmll import methods
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
-from fedmll.methods.base import PartOptions, Resolved, option
-from fedmll.methods.method import Method
-from fedmll.methods.method_config import MethodConfig, MethodEntry
-from fedmll.methods.recipe import MethodRecipe
-from fedmll.methods.task import Task
+from fedmll.methods.framework.base import PartOptions, Resolved, option
+from fedmll.methods.framework.method import Method
+from fedmll.methods.framework.method_config import MethodConfig, MethodEntry
+from fedmll.methods.framework.recipe import MethodRecipe
+from fedmll.methods.framework.task import Task
 
 
 class CentralizedConfig(MethodConfig):

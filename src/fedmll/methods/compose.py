@@ -22,9 +22,9 @@ from pydantic import BaseModel, create_model
 from fedmll.config.experiment import Experiment
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
-from fedmll.methods.base import AUTO, Component, PartOptions, Resolved, ServerOnlyPart, option
-from fedmll.methods.method_config import MethodConfig, MethodEntry
-from fedmll.methods.recipe import MethodRecipe
+from fedmll.methods.framework.base import AUTO, Component, PartOptions, Resolved, ServerOnlyPart, option
+from fedmll.methods.framework.method_config import MethodConfig, MethodEntry
+from fedmll.methods.framework.recipe import MethodRecipe
 
 
 class ComposedConfig(MethodConfig):

@@ -18,10 +18,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.methods.base import Part, PartOptions, option
-from fedmll.methods.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.base import Part, PartOptions, option
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import MaskedLoss, masked_mean
-from fedmll.methods.method import Method
 from fedmll.methods.parts.semi_supervised import tempered
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
+from fedmll.methods.framework.method import Method, PartChoice
 from fedmll.methods.heads import LiftedLinearHead
 from fedmll.methods.losses import MaskedLoss
-from fedmll.methods.method import Method, PartChoice
 from fedmll.methods.parts.platt_calibration import ROUNDS, PlattCalibration
 from fedmll.methods.parts.ridge_head import RidgeHead
 

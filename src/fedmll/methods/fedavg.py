@@ -5,7 +5,7 @@ averages the weights: w ← Σ_k (N_k/ΣN) w_k (`weighting = "equal"`: 1/K each)
 averages `clipped-mean` and `trimmed-mean` tolerate a faulty client (parts/averaging.py).
 """
 
-from fedmll.methods.method import Method
+from fedmll.methods.framework.method import Method
 from fedmll.methods.parts.averaging import AVERAGES
 
 

@@ -1,7 +1,7 @@
 """FedAvg-PL: FedAvg with partial labels, a baseline of FedMLP. Only known targets are part of the loss."""
 
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import MaskedLoss
-from fedmll.methods.method import Method
 from fedmll.methods.parts.averaging import AVERAGES
 
 

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedmll.methods.base import PartOptions, option
-from fedmll.methods.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.base import PartOptions, option
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.method import Method
 from fedmll.methods.heads import CTranHead
 from fedmll.methods.losses import EntrywiseLoss
-from fedmll.methods.method import Method
 
 
 class LabelMask(EntrywiseLoss):

@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedmll.core import small_groups
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.base import Part, PartOptions, Records, TensorSpec, option, vectorized
-from fedmll.methods.client_round import ClientInfo, ClientRound
-from fedmll.methods.method import Method
+from fedmll.methods.framework.base import Part, PartOptions, Records, TensorSpec, option, vectorized
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound
+from fedmll.methods.framework.method import Method
 from fedmll.models.network import Network
 
 AT_ONCE = 2**24  # how many numbers of per-sample gradients are in memory at once

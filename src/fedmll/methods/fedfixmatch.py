@@ -16,10 +16,10 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.methods.base import option
-from fedmll.methods.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.base import option
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.losses import MaskedLoss, masked_mean
-from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.semi_supervised import SecondView, pseudo_targets
 
 

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from fedmll.config.experiment import Experiment
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.base import AUTO, Aggregator, Part, PartOptions, Records, Resolved, option
-from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.base import AUTO, Aggregator, Part, PartOptions, Records, Resolved, option
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.losses import UnknownAsNegative
-from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.averaging import SoftmaxMean, WeightedAverage, WeightedMean
 from fedmll.methods.parts.correlation_consensus import CorrelationAggregator, CorrelationConsensus, doubles
 from fedmll.methods.parts.label_correlation import BlockAlignmentLoss

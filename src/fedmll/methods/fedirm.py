@@ -28,10 +28,10 @@ from torch import Tensor
 from fedmll.config.experiment import Experiment
 from fedmll.core import small_groups
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.base import AUTO, Aggregator, Records, Resolved, TensorSpec, option
-from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.base import AUTO, Aggregator, Records, Resolved, TensorSpec, option
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import MaskedLoss
-from fedmll.methods.method import Method
 from fedmll.methods.parts.semi_supervised import (
     EmaTeacher,
     Rounds,

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from fedmll.methods.base import Part, PartOptions, option
-from fedmll.methods.client_round import ClientRound, TrainStep
 from fedmll.methods.fedctran import FedCTran, LabelMask
+from fedmll.methods.framework.base import Part, PartOptions, option
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.heads import TextQueryHead
-from fedmll.methods.method import Method, switch
 
 
 class ClientAwareMask(Part):

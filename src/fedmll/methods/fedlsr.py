@@ -22,10 +22,10 @@ from torch.nn import functional as F
 
 from fedmll.config.experiment import Experiment
 from fedmll.methods import losses
-from fedmll.methods.base import AUTO, Resolved, option
-from fedmll.methods.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.base import AUTO, Resolved, option
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.losses import EntrywiseLoss, UnknownAsNegative
-from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.semi_supervised import Rounds, SecondView, published_share
 
 NEARLY = 1e-6  # probabilities are clamped to [NEARLY, 1 − NEARLY] before a logarithm

@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedmll.config.experiment import Experiment
-from fedmll.methods.base import option
-from fedmll.methods.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.base import option
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.losses import EntrywiseLoss, UnknownAsNegative
-from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.missing_label_detection import FedMLPPart, MissingLabelTags
 from fedmll.methods.parts.semi_supervised import check_view, local_odds
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedmll.config.experiment import Experiment
-from fedmll.methods.base import AUTO, Part, PartOptions, Resolved, option
-from fedmll.methods.client_round import TrainStep
+from fedmll.methods.framework.base import AUTO, Part, PartOptions, Resolved, option
+from fedmll.methods.framework.client_round import TrainStep
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.heads import EtfLadmHead
 from fedmll.methods.losses import MaskedLoss
-from fedmll.methods.method import Method, switch
 
 
 class PrototypeRejection(Part):

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fedmll.methods.base import PartOptions, option
-from fedmll.methods.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.base import PartOptions, option
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import EntrywiseLoss, masked_mean
-from fedmll.methods.method import Method
 from fedmll.methods.parts.semi_supervised import local_odds, ramp_up, tempered
 
 # log prior odds (C,), the global model's probabilities (N, C), the weights of the positives

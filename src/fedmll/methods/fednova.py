@@ -21,9 +21,9 @@ import torch
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.base import Aggregator, Records
-from fedmll.methods.client_round import ClientInfo
-from fedmll.methods.method import Method
+from fedmll.methods.framework.base import Aggregator, Records
+from fedmll.methods.framework.client_round import ClientInfo
+from fedmll.methods.framework.method import Method
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
 
 

@@ -3,8 +3,8 @@
 FedAvg's loss + μ/2 ‖w − w_g‖² over the parameters (Eq. 2), where w_g are the global weights at the start of the round.
 """
 
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import UnknownAsNegative
-from fedmll.methods.method import Method
 from fedmll.methods.parts.averaging import AVERAGES
 from fedmll.methods.parts.proximal_term import ProximalTerm
 

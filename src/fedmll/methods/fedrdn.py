@@ -22,9 +22,9 @@ from torch import Tensor
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.base import Aggregator, ImageTransform, Records, TensorSpec
-from fedmll.methods.client_round import Client, ClientInfo, ClientRound, TrainStep
-from fedmll.methods.method import Method
+from fedmll.methods.framework.base import Aggregator, ImageTransform, Records, TensorSpec
+from fedmll.methods.framework.client_round import Client, ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.method import Method
 from fedmll.models.backbones import pixel_scale
 
 SMALLEST = 1e-3  # smallest deviation; it is smaller only for an image of one colour

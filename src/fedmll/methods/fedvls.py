@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.methods.base import Part, PartOptions, option
-from fedmll.methods.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.base import Part, PartOptions, option
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import MaskedLoss
-from fedmll.methods.method import Method
 
 
 class VacantDistillation(Part):

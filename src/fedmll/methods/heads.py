@@ -11,7 +11,7 @@ from pydantic import Field
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.seeding import torch_generator
-from fedmll.methods.base import Head, PartOptions, option
+from fedmll.methods.framework.base import Head, PartOptions, option
 from fedmll.models.backbones import Backbone
 from fedmll.models.class_attention import Ladm, PrototypeClassifier, simplex_etf
 from fedmll.models.ctran import CTran, LabelEmbeddings

@@ -9,10 +9,10 @@ folder has no model. For another head or loss use `compose` with average = "loca
 from __future__ import annotations
 
 from fedmll.core.message import Tensors
-from fedmll.methods.base import Part
-from fedmll.methods.client_round import ClientRound
+from fedmll.methods.framework.base import Part
+from fedmll.methods.framework.client_round import ClientRound
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import MaskedLoss
-from fedmll.methods.method import Method
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Network
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 from fedmll.core.registry import register
-from fedmll.methods.base import TargetLoss, vectorized
-from fedmll.methods.client_round import ClientRound, TrainStep
+from fedmll.methods.framework.base import TargetLoss, vectorized
+from fedmll.methods.framework.client_round import ClientRound, TrainStep
 
 
 @dataclass(frozen=True)

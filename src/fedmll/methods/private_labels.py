@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ClientError, ConfigError
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.base import Part, PartOptions, Records, TensorSpec, option
-from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.base import Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.method import Method, MethodRecipe, PartChoice
 from fedmll.methods.heads import LinearHead, LinearHeadByName
 from fedmll.methods.losses import EntrywiseLoss, MaskedLoss, UnknownAsNegative, masked_mean
-from fedmll.methods.method import Method, MethodRecipe, PartChoice
 from fedmll.methods.parts.averaging import WeightedAverage
 from fedmll.methods.parts.central_tuning import CentralTuning
 from fedmll.methods.parts.per_label_average import PrivatePerLabelAverage

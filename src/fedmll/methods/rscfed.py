@@ -25,10 +25,10 @@ from torch import Tensor
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import DiskBuffer, Message, Tensors
 from fedmll.core.seeding import numpy_generator
-from fedmll.methods.base import Aggregator, PartOptions, Records, option
-from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.base import Aggregator, PartOptions, Records, option
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.losses import MaskedLoss, masked_mean
-from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
 from fedmll.methods.parts.semi_supervised import EmaTeacher, SecondView
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Tensors
-from fedmll.methods.allowed_replies import LARGEST_GROWTH
-from fedmll.methods.base import Part, Records, TensorSpec, vectorized
-from fedmll.methods.client_round import ClientRound
-from fedmll.methods.method import Method
+from fedmll.methods.framework.allowed_replies import LARGEST_GROWTH
+from fedmll.methods.framework.base import Part, Records, TensorSpec, vectorized
+from fedmll.methods.framework.client_round import ClientRound
+from fedmll.methods.framework.method import Method
 
 
 class ControlVariates(Part):

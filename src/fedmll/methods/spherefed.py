@@ -23,10 +23,10 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Tensors
 from fedmll.core.processes import single_thread
-from fedmll.methods.base import Aggregator, Head, PartOptions, Records, TargetLoss, option, vectorized
-from fedmll.methods.client_round import TrainStep
+from fedmll.methods.framework.base import Aggregator, Head, PartOptions, Records, TargetLoss, option, vectorized
+from fedmll.methods.framework.client_round import TrainStep
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.losses import masked_mean
-from fedmll.methods.method import Method, switch
 from fedmll.methods.parts.ridge_head import FeatureSumsAggregator, HeadFromSums
 from fedmll.models.backbones import Backbone
 from fedmll.models.class_attention import orthonormal

@@ -11,8 +11,8 @@ that do not annotate its class (weight decay) are discarded. If all clients anno
 for bit. All clients receive all rows; use private-fedavg for labels that must stay private.
 """
 
+from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import MaskedLoss
-from fedmll.methods.method import Method
 from fedmll.methods.parts.per_label_average import PerLabelAverage
 
 

@@ -43,9 +43,9 @@ from fedmll.evaluation.histogram_metrics import FederatedHistograms
 from fedmll.evaluation.histograms import evaluate_histograms
 from fedmll.evaluation.metric_definitions import POOLED, SITES
 from fedmll.inference.model_file import SavedModel
-from fedmll.methods.base import TensorSpec
-from fedmll.methods.client_round import ClientInfo, Reply
-from fedmll.methods.task import task_of
+from fedmll.methods.framework.base import TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo, Reply
+from fedmll.methods.framework.task import task_of
 from fedmll.runs.run_folder import RunFolder
 from fedmll.training.checkpoint import load_checkpoint, without_best_model
 

@@ -1,7 +1,7 @@
 """Comparison of the replies of a round with each other.
 
-A single reply is bounded by what was sent (methods/allowed_replies.py). Compared with the other replies it can be an
-outlier long before it reaches that bound.
+A single reply is bounded by what was sent (methods/framework/allowed_replies.py). Compared with the other replies it
+can be an outlier long before it reaches that bound.
 
 - Size: the update of the weights, the running statistics, and every other tensor. An outlier is rejected.
 - Direction: an update that opposes the others' is shown to the operator, as are weights that were not trained and

@@ -27,7 +27,7 @@ from fedmll.deploy.flower.flower_internals import (
     get_object_children_ids_from_object_content,
     register_array_class,
 )
-from fedmll.methods.base import TensorSpec
+from fedmll.methods.framework.base import TensorSpec
 
 TENSORS, NUMBERS, INFO = "tensors", "numbers", "info"
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")

@@ -19,7 +19,7 @@ from fedmll.deploy.flower.membership import Member
 from fedmll.deploy.flower.records import Info, from_records
 from fedmll.deploy.introduction import Introduction
 from fedmll.evaluation.metric_definitions import MAX_PERCENT, metrics_from_sites
-from fedmll.methods.allowed_replies import (
+from fedmll.methods.framework.allowed_replies import (
     ProblemCode,
     ReplyProblem,
     find_class_problem,
@@ -27,8 +27,8 @@ from fedmll.methods.allowed_replies import (
     find_reply_problem,
     find_tensor_problem,
 )
-from fedmll.methods.base import TensorSpec
-from fedmll.methods.client_round import ClientInfo
+from fedmll.methods.framework.base import TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo
 
 TRAINING_NUMBERS = ("samples", "steps", "loss")  # in a reply to a round of training
 MAX_LOSS = 1e6

@@ -30,8 +30,8 @@ from fedmll.deploy.security.audit_log import describe_message
 from fedmll.engines.base import RoundResult
 from fedmll.engines.client_state import StateVersions
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.base import TensorSpec
-from fedmll.methods.client_round import ClientInfo, Reply
+from fedmll.methods.framework.base import TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo, Reply
 
 POLL_SECONDS = 0.2
 LATE_SHARE = 0.2  # of the time before the deadline: a reply that arrives in it is late

@@ -18,8 +18,8 @@ from fedmll.evaluation.histogram_metrics import SiteHistograms, SmallCounts
 from fedmll.evaluation.histograms import BINS
 from fedmll.evaluation.metric_definitions import ON_VALIDATION
 from fedmll.evaluation.metrics import ClientReport
-from fedmll.methods.base import TensorSpec
-from fedmll.methods.client_round import ClientInfo, Reply
+from fedmll.methods.framework.base import TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo, Reply
 from fedmll.methods.parts.classifier_rows import own_rows
 
 MAX_HELD_OUT_SHARE = 0.5

@@ -46,7 +46,7 @@ from fedmll.deploy.server.site_federation import (
 from fedmll.deploy.site import site_folder
 from fedmll.inference.model_file import load_model
 from fedmll.methods import build_method, config_of
-from fedmll.methods.task import Task
+from fedmll.methods.framework.task import Task
 from fedmll.models.flat_weights import sketch_frozen_tensors
 from fedmll.runs.run_folder import MODEL_FILE, SUMMARY_FILE, RunFolder
 from fedmll.training import federated_evaluation, round_loop

@@ -26,7 +26,7 @@ from fedmll.deploy.error_codes import JoinRejected, RejectionCode
 from fedmll.deploy.introduction import Introduction
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.engines.client_trainer import Trainer
-from fedmll.methods.client_round import ClientInfo
+from fedmll.methods.framework.client_round import ClientInfo
 from fedmll.training.callbacks import Callback
 
 Introductions = Mapping[str, Introduction]  # by name

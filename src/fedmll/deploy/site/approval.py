@@ -25,8 +25,8 @@ from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.deploy.security.audit_log import AuditLog
 from fedmll.deploy.site.memory_estimate import GIGABYTE
 from fedmll.methods import build_method
-from fedmll.methods.base import Part, overrides
-from fedmll.methods.task import Task
+from fedmll.methods.framework.base import Part, overrides
+from fedmll.methods.framework.task import Task
 
 FILE = "approved.json"
 MAX_APPROVED = 100  # the latest ones are kept

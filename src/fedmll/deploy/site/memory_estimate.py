@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedmll.core.errors import FedmllError
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.methods import build_method
-from fedmll.methods.task import Task
+from fedmll.methods.framework.task import Task
 
 TRIAL_SECONDS = 120  # for building the network and predicting two images
 TRIAL_IMAGES = 2

@@ -36,9 +36,9 @@ from fedmll.evaluation.histograms import score_histograms
 from fedmll.evaluation.metric_definitions import ON_VALIDATION
 from fedmll.inference.model_file import SavedModel
 from fedmll.methods import build_method
-from fedmll.methods.client_round import Client
+from fedmll.methods.framework.client_round import Client
+from fedmll.methods.framework.task import Task
 from fedmll.methods.parts.ridge_head import HeadFromSums
-from fedmll.methods.task import Task
 from fedmll.models.flat_weights import sketch_frozen_tensors
 
 TEST_HISTOGRAMS, VALIDATION_HISTOGRAMS = "counts", "validation-counts"  # names of the histograms in a reply

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from fedmll.core.errors import ReplyRejected
 from fedmll.core.message import DiskBuffer, Message, Tensors
-from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
-from fedmll.methods.client_round import ClientInfo, ClientRound
-from fedmll.methods.recipe import PartChoice
+from fedmll.methods.framework.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound
+from fedmll.methods.framework.recipe import PartChoice
 
 MOST_STEPS = 1e12  # the largest value of an integer buffer, such as BatchNorm's count of batches
 BLOCK = 1 << 22  # how many numbers are sorted at once

@@ -27,8 +27,8 @@ from fedmll.core.processes import single_thread
 from fedmll.core.seeding import torch_generator
 from fedmll.data.images.decode import read_images
 from fedmll.data.images.open_image import find_images
-from fedmll.methods.base import AbsolutePath, Aggregator, PartOptions, Records, ServerOnlyPart, option
-from fedmll.methods.client_round import EVALUATION_BATCH, ClientInfo
+from fedmll.methods.framework.base import AbsolutePath, Aggregator, PartOptions, Records, ServerOnlyPart, option
+from fedmll.methods.framework.client_round import EVALUATION_BATCH, ClientInfo
 from fedmll.methods.parts.classifier_rows import HeadRows, own_rows
 
 

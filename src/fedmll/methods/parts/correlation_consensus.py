@@ -14,8 +14,8 @@ from torch import Tensor
 from fedmll.core import small_groups
 from fedmll.core.message import Message, Tensors
 from fedmll.core.seeding import derive
-from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
-from fedmll.methods.client_round import EVALUATION_BATCH, ClientInfo, ClientRound
+from fedmll.methods.framework.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.framework.client_round import EVALUATION_BATCH, ClientInfo, ClientRound
 from fedmll.methods.parts.label_correlation import (
     Consolidation,
     LeaveOneOutConsensus,

@@ -17,9 +17,9 @@ from fedmll.config.experiment import Experiment
 from fedmll.core import small_groups
 from fedmll.core.errors import ClientError, ConfigError
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.allowed_replies import MOST_SAMPLES
-from fedmll.methods.base import Aggregator, Records, TensorSpec, TruthAudit, option
-from fedmll.methods.client_round import ClientInfo, ClientRound
+from fedmll.methods.framework.allowed_replies import MOST_SAMPLES
+from fedmll.methods.framework.base import Aggregator, Records, TensorSpec, TruthAudit, option
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound
 from fedmll.methods.parts.semi_supervised import TwoStagePart
 
 NOT_SENT = -1.0  # the value of `difficulty` for a class that the client does not report

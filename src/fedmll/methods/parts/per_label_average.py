@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.base import Aggregator, Records, TensorSpec
-from fedmll.methods.client_round import ClientInfo
+from fedmll.methods.framework.base import Aggregator, Records, TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
 from fedmll.methods.parts.classifier_rows import HeadRows, own_rows
 

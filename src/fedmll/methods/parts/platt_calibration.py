@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from fedmll.core import small_groups
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.base import Aggregator, Part, Records, SumAggregator, TensorSpec
-from fedmll.methods.client_round import ClientRound
+from fedmll.methods.framework.base import Aggregator, Part, Records, SumAggregator, TensorSpec
+from fedmll.methods.framework.client_round import ClientRound
 from fedmll.methods.parts.classifier_rows import HeadRows
 from fedmll.methods.parts.ridge_head import RidgeAggregator, RidgeHead
 from fedmll.methods.parts.sum_checks import refuse_losses

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedmll.methods.base import Part, PartOptions, option, vectorized
-from fedmll.methods.client_round import ClientRound
+from fedmll.methods.framework.base import Part, PartOptions, option, vectorized
+from fedmll.methods.framework.client_round import ClientRound
 
 
 class ProximalTerm(Part):

@@ -30,8 +30,8 @@ from fedmll.core import small_groups
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.processes import single_thread
-from fedmll.methods.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
-from fedmll.methods.client_round import ClientInfo, ClientRound
+from fedmll.methods.framework.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound
 from fedmll.methods.parts.classifier_rows import HeadRows
 from fedmll.methods.parts.sum_checks import refuse_moments
 

@@ -18,8 +18,8 @@ from torch.func import functional_call
 from fedmll.config.experiment import Experiment
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
-from fedmll.methods.base import AUTO, Part, PartOptions, Resolved, option
-from fedmll.methods.client_round import Client, ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.base import AUTO, Part, PartOptions, Resolved, option
+from fedmll.methods.framework.client_round import Client, ClientInfo, ClientRound, TrainStep
 
 Rounds = Annotated[int, Field(ge=1)] | Literal["auto"]
 

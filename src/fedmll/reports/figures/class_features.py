@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fedmll.core.seeding import derive, numpy_generator
 from fedmll.data.dataset import PRESENT, Dataset
 from fedmll.inference.load_run import SavedRun
-from fedmll.methods.client_round import EVALUATION_BATCH
+from fedmll.methods.framework.client_round import EVALUATION_BATCH
 from fedmll.reports.figure import (
     COLOURS,
     MAX_CLASSES,

@@ -17,7 +17,7 @@ from fedmll.core.message import Message, Tensors
 from fedmll.core.seeding import numpy_generator, seed_global, torch_generator
 from fedmll.data.dataset import Dataset
 from fedmll.data.images.augmentation import augment
-from fedmll.methods.task import Task
+from fedmll.methods.framework.task import Task
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Network
 

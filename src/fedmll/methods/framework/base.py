@@ -24,10 +24,10 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.registry import register, require_subclass
-from fedmll.methods import contract_checks
-from fedmll.methods.allowed_replies import TensorSpec as TensorSpec
-from fedmll.methods.client_round import ClientInfo, ClientRound, TrainStep
-from fedmll.methods.task import Task
+from fedmll.methods.framework import contract_checks
+from fedmll.methods.framework.allowed_replies import TensorSpec as TensorSpec
+from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.task import Task
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Network

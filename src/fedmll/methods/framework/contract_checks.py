@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from fedmll.core.errors import ConfigError, FedmllError
-from fedmll.methods.allowed_replies import TensorSpec
+from fedmll.methods.framework.allowed_replies import TensorSpec
 from fedmll.models.network import Network
 
 CLOSE = 0.84  # similarity of a name to a hook from which on it counts as a misspelling
@@ -101,7 +101,7 @@ def _check_declarations(cls: Any) -> None:
     if unknown:
         raise ConfigError(f"{what}: `exchanges` has {', '.join(sorted(unknown))}; use {', '.join(sorted(EXCHANGES))}.")
     if not (isinstance(cls.Options, type) and issubclass(cls.Options, BaseModel)):
-        raise ConfigError(f"{what}: `Options` must be a subclass of fedmll.methods.base.PartOptions.")
+        raise ConfigError(f"{what}: `Options` must be a subclass of fedmll.methods.framework.base.PartOptions.")
 
 
 def _check_hook(cls: Any, name: str, own: Any, inherited: Any) -> None:

@@ -11,12 +11,12 @@ from pydantic import BaseModel
 
 from fedmll.config.experiment import Experiment
 from fedmll.core import registry
-from fedmll.methods.base import AUTO, Component, PartOptions, Resolved, ServerOnlyPart
-from fedmll.methods.recipe import MethodRecipe
-from fedmll.methods.task import Task
+from fedmll.methods.framework.base import AUTO, Component, PartOptions, Resolved, ServerOnlyPart
+from fedmll.methods.framework.recipe import MethodRecipe
+from fedmll.methods.framework.task import Task
 
 if TYPE_CHECKING:
-    from fedmll.methods.method import Method
+    from fedmll.methods.framework.method import Method
 
 Validate = Callable[[type[BaseModel], Mapping[str, Any]], BaseModel]
 
@@ -43,7 +43,7 @@ class MethodConfig:
     @property
     def method(self) -> type[Method]:
         """The class that trains."""
-        from fedmll.methods.method import Method
+        from fedmll.methods.framework.method import Method
 
         return self.entry if issubclass(self.entry, Method) else Method
 

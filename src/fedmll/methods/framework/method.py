@@ -13,9 +13,9 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import AggregationError, ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.seeding import derive
-from fedmll.methods import contract_checks
-from fedmll.methods.allowed_replies import ReplyProblem, all_finite, find_reply_problem, has_negative_variance
-from fedmll.methods.base import (
+from fedmll.methods.framework import contract_checks
+from fedmll.methods.framework.allowed_replies import ReplyProblem, all_finite, find_reply_problem, has_negative_variance
+from fedmll.methods.framework.base import (
     Aggregator,
     Component,
     Head,
@@ -27,14 +27,14 @@ from fedmll.methods.base import (
     TensorSpec,
     overrides,
 )
-from fedmll.methods.client_round import ClientInfo, tensors_of
+from fedmll.methods.framework.client_round import ClientInfo, tensors_of
+from fedmll.methods.framework.method_config import MethodConfig, MethodEntry
+from fedmll.methods.framework.recipe import MethodRecipe, PartChoice, check_option_names, switch, with_dependencies
+from fedmll.methods.framework.task import Task
 from fedmll.methods.heads import LinearHead
 from fedmll.methods.losses import UnknownAsNegative
-from fedmll.methods.method_config import MethodConfig, MethodEntry
 from fedmll.methods.parts.averaging import WeightedAverage
 from fedmll.methods.parts.ridge_head import RidgeHead
-from fedmll.methods.recipe import MethodRecipe, PartChoice, check_option_names, switch, with_dependencies
-from fedmll.methods.task import Task
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.frozen_features import freeze_and_add_neck

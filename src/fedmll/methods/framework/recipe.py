@@ -10,7 +10,7 @@ from fedmll.config.settings import TrainingSettings
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 from fedmll.methods import losses
-from fedmll.methods.base import CAPABILITIES, Component, Head, Part, TargetLoss, missing_vectorized, option
+from fedmll.methods.framework.base import CAPABILITIES, Component, Head, Part, TargetLoss, missing_vectorized, option
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedmll.core.message import Message, Tensors
-from fedmll.methods.client_round import tensors_of
+from fedmll.methods.framework.client_round import tensors_of
 from fedmll.models.flat_weights import FlatWeights
 
 LARGEST_UPDATE = 10  # times 1 + the norm of the sent weights: no honest round of training moves parameters further
