@@ -1,13 +1,14 @@
 # `make run` and `make test` do all the set-up on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
+RUN := .venv/.run
 READY := .venv/.ready
 
 .PHONY: run test coverage slow other-flower docs reference format clean
 
 SYSTEMS := fednca-ml,fedlgt,fedmlp,private-fedavg:loss=sigmoid,fedharmony
 
-run: $(READY)  ## compare the five systems with their baselines on the embedded digits; one or two minutes
+run: $(RUN)  ## compare the five systems with their baselines on the embedded digits; one or two minutes
 	$(BIN)/fedmll compare examples/digits.toml --methods local-only,fedavg,$(SYSTEMS),fed-ridge,centralized \
 		--rounds 10 --seeds 0 --metrics macro_auc,map,macro_f1_tuned,description
 
@@ -44,8 +45,12 @@ format: $(READY)
 clean:
 	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 
-$(READY): pyproject.toml
+$(RUN): pyproject.toml
 	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -e '.[hf]'
+	touch $@
+
+$(READY): $(RUN)
 	$(BIN)/pip install --quiet -e '.[dev,flower,cluster,hf,track,export,tables,hdf5,dicom]'
 	touch $@
 
