@@ -58,6 +58,7 @@ def oracle(scores: NDArray, targets: NDArray, thresholds: NDArray) -> dict[str, 
     truth, score = targets[known], scores[known]
     both = 0 < truth.sum() < len(truth)
     c_p, c_r = mean(precision), mean(recall)
+    p_all, r_all = c_p * len(precision) / scores.shape[1], c_r * len(recall) / scores.shape[1]
     expected = {
         "macro_auc": mean(auc),
         "auc": mean(auc),
@@ -70,6 +71,9 @@ def oracle(scores: NDArray, targets: NDArray, thresholds: NDArray) -> dict[str, 
         "c_p": c_p,
         "c_r": c_r,
         "c_f1": 2 * c_p * c_r / (c_p + c_r) if c_p + c_r > 0 else c_p + c_r,  # 0, or NaN where there is no positive
+        "c_p_all": p_all,
+        "c_r_all": r_all,
+        "c_f1_all": 2 * p_all * r_all / (p_all + r_all) if p_all + r_all > 0 else p_all + r_all,
         "bacc": mean(bacc),
     }
     pooled: dict[str, Callable[[], float]] = {
@@ -181,7 +185,7 @@ def test_no_samples_is_nan_not_zero() -> None:
     for count in (3, 0):
         empty = np.zeros((0, count))
         report = evaluate(empty, empty.astype(np.int8), names(count))
-        assert len(report.values) == 16 and all(np.isnan(value) for value in report.values.values())
+        assert len(report.values) == 19 and all(np.isnan(value) for value in report.values.values())
         assert np.array_equal(best_thresholds(empty, empty.astype(np.int8)), np.full(count, 0.5))
         clients = evaluate_per_client(empty, empty.astype(np.int8), np.zeros(0, dtype=np.int64), names(count))
         assert all(np.isnan(value) for value in clients.values.values())

@@ -36,10 +36,50 @@ def test_bce_and_weighted() -> None:
 def test_asymmetric_loss_by_its_formula() -> None:
     p = sigmoid(LOGITS)
     pm = np.maximum(p - 0.05, 0)
-    expected = -(TARGETS * (1 - p) ** 1 * np.log(p) + (1 - TARGETS) * pm**4 * np.log(1 - pm))
+    expected = -(TARGETS * np.log(p) + (1 - TARGETS) * pm**4 * np.log(1 - pm))  # γ⁺ = 0
     np.testing.assert_allclose(of("asl"), expected, atol=1e-12)
+    pm = np.maximum(p - 0.1, 0)
+    expected = -(TARGETS * (1 - p) * np.log(p) + (1 - TARGETS) * pm**2 * np.log(1 - pm))
+    np.testing.assert_allclose(of("asl:gamma_positive=1:gamma_negative=2:clip=0.1"), expected, atol=1e-12)
     easy = losses.asymmetric(torch.tensor([[-4.0]]), torch.tensor([[0.0]]))
     assert easy.item() == 0  # p = 0.018 < clip: an easy negative counts nothing
+
+
+def test_focusing_factors_of_asl_carry_a_gradient_only_if_asked() -> None:
+    """With p_m = p − 0.05: d(p_m⁴ log(1−p_m))/dz = p(1−p) (4 p_m³ log(1−p_m) − p_m⁴/(1−p_m))."""
+    p = sigmoid(np.array([0.5]))
+    pm = p - 0.05
+    last = p * (1 - p) * pm**4 / (1 - pm)
+    expected = {"asl": last, "asl:focusing_gradient=1": last - p * (1 - p) * 4 * pm**3 * np.log(1 - pm)}
+    for setting, gradient in expected.items():
+        logits = torch.tensor([[0.5]], dtype=torch.float64, requires_grad=True)
+        losses.entrywise(setting, logits, torch.tensor([[0]])).sum().backward()
+        assert logits.grad is not None
+        np.testing.assert_allclose(logits.grad.numpy()[0], gradient, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("asl:gama=2", "has no option 'gama'. Its options are gamma_negative, gamma_positive, clip, focusing_gradient"),
+        ("bce:gamma=2", "has no option 'gamma'. It has no options"),
+        ("em:alpha=high", "options of a loss are numbers"),
+        ("em:alpha", "options of a loss are numbers"),
+        ("asll:clip=0", "There is no loss 'asll'"),
+    ],
+)
+def test_wrong_option_of_a_loss_is_refused_before_training(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(training__loss=setting)
+
+
+def test_options_of_losses_for_missing_labels() -> None:
+    p = sigmoid(LOGITS)
+    entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))
+    entries, _ = for_missing("em:alpha=0.2")
+    np.testing.assert_allclose(entries[STATES == -1], -0.2 * entropy[STATES == -1], atol=1e-12)
+    assert np.array_equal(for_missing("splc:threshold=0.9", round=2)[0], for_missing("splc")[0])  # nothing is found
+    assert not np.array_equal(for_missing("splc", round=2)[0], for_missing("splc")[0])
 
 
 def test_asymmetric_loss_is_finite_for_saturated_logits() -> None:
@@ -63,16 +103,16 @@ def test_only_the_weighted_loss_weights_positives(loss: str) -> None:
     trainer = make_trainer(small(training__loss=loss, method__name="fedavg-pl"), ("a", "b", "c"))
     step = first_step(trainer, start_round(trainer, make_client(trainer, targets)))
     p, y = sigmoid(step.logits.detach().double().numpy()), step.targets.numpy()
-    weight = np.array([3.0, 1.0, 1.0]) if loss == "weighted" else np.ones(3)
+    weight = np.array([4.0, 4 / 3, 1.0]) if loss == "weighted" else np.ones(3)
     entries = -np.where(y == 1, weight * np.log(p), np.log(1 - p))
     assert trainer.loss(step).item() == pytest.approx(entries[y >= 0].mean(), rel=1e-5)
 
 
 def test_positive_weights_count_known_entries_only() -> None:
     labels = torch.tensor([[1, 1, -1], [0, 1, -1], [0, 1, 0], [0, -1, 0]], dtype=torch.int8)
-    assert losses.positive_weights(labels).tolist() == [3.0, 1.0, 2.0]  # 3/1; 0/3 → at least 1; 2/0 → 2/1
-    many = torch.tensor([[1], *[[0]] * 50], dtype=torch.int8)
-    assert losses.positive_weights(many).tolist() == [20.0]
+    assert losses.positive_weights(labels).tolist() == [4.0, 1.0, 2.0]  # N/n⁺: 4/1, 3/3; no positive: 2/1
+    many = torch.tensor([[1], *[[0]] * 50, [-1]], dtype=torch.int8)
+    assert losses.positive_weights(many).tolist() == [51.0]
 
 
 # ---- for missing labels

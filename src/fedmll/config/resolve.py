@@ -99,7 +99,7 @@ def _check_names(experiment: Experiment, has_features: bool) -> None:
         ("backbone", "model.backbone", experiment.model.backbone),
         ("partition", "partition.kind", experiment.partition.kind),
         ("annotation", "annotation.kind", experiment.annotation.kind),
-        ("loss", "training.loss", experiment.training.loss),
+        ("loss", "training.loss", experiment.training.loss.partition(":")[0]),  # options follow the colon
         ("augmentation", "training.augment", experiment.training.augment),
     ):
         try:

@@ -328,7 +328,11 @@ class TrainingSettings(SettingsSection):
     clip: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="The largest gradient norm; larger gradients are scaled. Default: no limit."
     )
-    loss: str = Field(default="bce", description="The loss function.")
+    loss: str = Field(
+        default="bce",
+        description="The loss function: bce, weighted (positives by N/n⁺), asl, hill, splc, em or a plug-in's. Its "
+        "options follow after colons: asl:gamma_negative=2:clip=0.",
+    )
     augment: str = Field(default="none", description="The augmentation of training images.")
     keep: Literal["auto", "last", "best"] = Field(
         default="auto",

@@ -28,7 +28,7 @@ MAX_COUNTS = 1 << 20  # entries of (units, draws) that are in memory at a time
 RANKING = ("macro_auc", "auc", "map", "c_ap")
 MICRO_RANKING = ("micro_auc", "o_ap")
 ABOVE_HALF = ("macro_f1", "micro_f1", "bacc", "hamming")  # p > 0.5
-AT_LEAST_HALF = ("c_p", "c_r", "c_f1", "o_p", "o_r", "o_f1")  # p ≥ 0.5
+AT_LEAST_HALF = ("c_p", "c_r", "c_f1", "c_p_all", "c_r_all", "c_f1_all", "o_p", "o_r", "o_f1")  # p ≥ 0.5
 TUNED = ("macro_f1_tuned", "micro_f1_tuned")
 SINGLE_LABEL = ("accuracy",)
 VECTORISED = (*RANKING, *MICRO_RANKING, *ABOVE_HALF, *AT_LEAST_HALF, *TUNED, *SINGLE_LABEL)
@@ -165,8 +165,9 @@ class BootstrapMetrics:
     def _at_least_half(self, counts: DrawCounts) -> dict[str, Floats]:
         cut = draw_confusion(self.targets, self.scores >= 0.5, counts)
         by_class = mean_over_classes(cut.precision.T), mean_over_classes(cut.recall.T)
+        over_all = mean_over_all_classes(cut.precision.T), mean_over_all_classes(cut.recall.T)
         overall = cut.pooled().precision[:, 0], cut.pooled().recall[:, 0]
-        values = (*by_class, _harmonic_mean(*by_class), *overall, _harmonic_mean(*overall))
+        values = [value for pair in (by_class, over_all, overall) for value in (*pair, _harmonic_mean(*pair))]
         return dict(zip(AT_LEAST_HALF, values, strict=True))
 
     def _accuracy(self, counts: DrawCounts) -> Floats:
@@ -199,6 +200,12 @@ def mean_over_classes(shares: Floats) -> Floats:
     defined = ~np.isnan(shares)
     with np.errstate(invalid="ignore"):
         mean: Floats = np.where(defined, shares, 0).sum(axis=0) / defined.sum(axis=0)
+    return mean
+
+
+def mean_over_all_classes(shares: Floats) -> Floats:
+    """As `mean_over_classes`, but divided by the number of all classes: an undefined value counts as 0."""
+    mean: Floats = np.where(np.isnan(shares).all(axis=0), np.nan, np.nan_to_num(shares).mean(axis=0))
     return mean
 
 

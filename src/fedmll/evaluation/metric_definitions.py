@@ -42,6 +42,7 @@ EXTERNAL = "external validation"  # `fedmll validate`
 
 # What a metric is averaged over
 CLASSES_WITH_BOTH, CLASSES_WITH_POSITIVE = "classes with a positive and a negative", "classes with a positive"
+ALL_CLASSES = "all classes"  # a class without a positive counts as 0
 ENTRIES, SAMPLES = "all pairs of a sample and a class", "samples"
 # What the data must contain
 _POSITIVE, _BOTH = "a class with a positive", "a class with a positive and a negative"
@@ -111,6 +112,9 @@ _COMPUTED = (
     Metric(name="c_p", label="C-P", over=CLASSES_WITH_POSITIVE, needs=_POSITIVE),
     Metric(name="c_r", label="C-R", over=CLASSES_WITH_POSITIVE, needs=_POSITIVE),
     Metric(name="c_f1", label="C-F1", over=CLASSES_WITH_POSITIVE, needs=_POSITIVE),
+    Metric(name="c_p_all", label="C-P, all classes", over=ALL_CLASSES, needs=_POSITIVE),
+    Metric(name="c_r_all", label="C-R, all classes", over=ALL_CLASSES, needs=_POSITIVE),
+    Metric(name="c_f1_all", label="C-F1, all classes", over=ALL_CLASSES, needs=_POSITIVE),
     Metric(name="o_ap", label="O-AP", over=ENTRIES, needs=_POSITIVE),
     Metric(name="o_p", label="O-P", over=ENTRIES, needs=_POSITIVE),
     Metric(name="o_r", label="O-R", over=ENTRIES, needs=_POSITIVE),

@@ -1,10 +1,11 @@
 """Every metric of the papers, exact and vectorised, in percent. Unknown targets (−1) are left out of all of them.
 
 `metric_definitions.METRICS` says which classes each average is over; `ClassificationReport.left_out` names the other
-classes. A metric for which nothing is left is NaN, never 0. So are the pooled micro_f1, o_ap, o_p, o_r and o_f1 where
+classes. c_p_all, c_r_all and c_f1_all divide by all C classes (FedLGT, Eq. 7): a class without a positive counts as 0.
+A metric for which nothing is left is NaN, never 0. So are the pooled micro_f1, o_ap, o_p, o_r and o_f1 where
 no class has a positive. A class that has positives but is never predicted has precision 0.
 
-A prediction is p > 0.5 for macro_f1, micro_f1, bacc and hamming, and p ≥ 0.5 for c_p, c_r, c_f1, o_p, o_r and o_f1. The
+A prediction is p > 0.5 for macro_f1, micro_f1, bacc and hamming, and p ≥ 0.5 for c_…, o_p, o_r and o_f1. The
 papers differ, and it matters for a model that outputs exactly 0.5.
 """
 
@@ -90,11 +91,13 @@ def evaluate(
     above, at_least, tuned = map(Confusion, cells)
     above_all, at_least_all = above.pooled(), at_least.pooled()
     c_p, c_r = mean_of_defined(at_least.precision), mean_of_defined(at_least.recall)
+    c_p_all, c_r_all = mean_over_all(at_least.precision), mean_over_all(at_least.recall)
     o_p, o_r = at_least_all.precision[0], at_least_all.recall[0]
     values = {
         "macro_auc": mean_of_defined(auc), "micro_auc": micro_auc,
         "macro_f1": mean_of_defined(above.f1), "micro_f1": above_all.f1[0],
         "c_ap": mean_of_defined(ap), "c_p": c_p, "c_r": c_r, "c_f1": harmonic_mean(c_p, c_r),
+        "c_p_all": c_p_all, "c_r_all": c_r_all, "c_f1_all": harmonic_mean(c_p_all, c_r_all),
         "o_ap": micro_ap, "o_p": o_p, "o_r": o_r, "o_f1": harmonic_mean(o_p, o_r),
         "bacc": mean_of_defined(above.bacc), "auc": mean_of_defined(auc), "map": mean_of_defined(ap),
         "hamming": above_all.hamming[0],
@@ -242,6 +245,11 @@ def mean_of_defined(shares: Floats) -> float:
     """The mean of the values that are not NaN; NaN if there are none."""
     defined = shares[~np.isnan(shares)]
     return float(defined.mean()) if len(defined) else float("nan")
+
+
+def mean_over_all(shares: Floats) -> float:
+    """The mean over all classes, where an undefined value counts as 0; NaN if no value is defined."""
+    return float("nan") if np.isnan(shares).all() else float(np.nan_to_num(shares).mean())
 
 
 def harmonic_mean(precision: float, recall: float) -> float:

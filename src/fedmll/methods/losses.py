@@ -2,13 +2,17 @@
 
 A loss is computed for every entry, that is for every sample and class: (batch, classes) → (batch, classes). The part
 decides which entries count. So an unknown target can be left out.
+
+Numbers of a loss can be set after its name: `training.loss = "asl:gamma_negative=2:clip=0"`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,11 +30,36 @@ class ForMissing:
     """A loss with a rule for unknown targets: (logits, targets 1, 0 or -1, round) → (batch, classes). All its entries
     count."""
 
-    of: Callable[[Tensor, Tensor, int], Tensor]
+    of: Callable[..., Tensor]
 
 
-def is_for_missing_labels(name: str) -> bool:
-    return isinstance(registry.find("loss", name), ForMissing)
+GIVEN_ARGUMENTS = ("logits", "targets", "positive_weight", "round")  # every other argument of a loss is an option
+
+
+@lru_cache
+def split_options(setting: str) -> tuple[str, dict[str, float]]:
+    """`asl:gamma_negative=2:clip=0` → the loss `asl` and its options."""
+    name, *pairs = setting.split(":")
+    options = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        try:
+            options[key] = float(value)
+        except ValueError:
+            raise ConfigError(
+                f"training.loss = '{setting}': options of a loss are numbers, written as NAME:option=1:other=0.5."
+            ) from None
+    return name, options
+
+
+def find_loss(setting: str) -> tuple[Any, dict[str, float]]:
+    """The registered loss and the options that a value of `training.loss` names."""
+    name, options = split_options(setting)
+    return registry.find("loss", name), options
+
+
+def is_for_missing_labels(setting: str) -> bool:
+    return isinstance(find_loss(setting)[0], ForMissing)
 
 
 def entrywise(
@@ -38,17 +67,31 @@ def entrywise(
 ) -> Tensor:
     """The loss of every entry. `targets` are 1, 0 or -1 (unknown). A loss that is not for missing labels receives an
     unknown target as 0. `positive_weight` (C,) is for the loss `weighted`."""
-    loss = registry.find("loss", name)
+    loss, options = find_loss(name)
     if isinstance(loss, ForMissing):
-        return loss.of(logits, targets, round)
-    found: Tensor = loss(logits, (targets == 1).to(logits.dtype), positive_weight)
+        return loss.of(logits, targets, round, **options)
+    found: Tensor = loss(logits, (targets == 1).to(logits.dtype), positive_weight, **options)
     return found
+
+
+def check_options(setting: str) -> None:
+    """Raise a ConfigError if `training.loss` sets an option that the loss does not have."""
+    loss, options = find_loss(setting)
+    if not options:
+        return
+    function = loss.of if isinstance(loss, ForMissing) else loss
+    known = [name for name in inspect.signature(function).parameters if name not in GIVEN_ARGUMENTS]
+    for name in options:
+        if name not in known:
+            has = f"Its options are {', '.join(known)}." if known else "It has no options."
+            raise ConfigError(f"training.loss = '{setting}': the loss has no option '{name}'. {has}")
 
 
 def check_loss(name: str) -> None:
     """Raise a ConfigError if a user's loss does not return one value per entry. A mean or sum over a batch would also
     teach unknown targets, because no entry could be left out."""
-    if name not in registry.find_added("loss"):
+    check_options(name)
+    if split_options(name)[0] not in registry.find_added("loss"):
         return
     with torch.inference_mode(False), torch.enable_grad():  # a finished model may be built without gradients
         logits, targets = torch.zeros(2, 3, requires_grad=True), torch.tensor([[1, 0, -1], [0, 1, 0]])
@@ -88,15 +131,21 @@ def asymmetric(
     targets: Tensor,
     positive_weight: Tensor | None = None,
     gamma_negative: float = 4,
-    gamma_positive: float = 1,
+    gamma_positive: float = 0,
     clip: float = 0.05,
+    focusing_gradient: float = 0,
 ) -> Tensor:
     """ASL (Ridnik et al., 2021): L+ = (1−p)^γ+ log p; L− = p_m^γ− log(1−p_m), p_m = max(p − clip, 0).
-    The focusing factors carry gradient, as in the paper's formula."""
+
+    The defaults are those of the authors' training program: γ+ = 0, and no gradient through the focusing factors
+    (1−p)^γ+ and p_m^γ−. `focusing_gradient=1` is the gradient of the whole formula; the authors' class has γ+ = 1."""
     p = torch.sigmoid(logits)
     shifted = (p - clip).clamp(min=0)
-    positive = (1 - p).pow(gamma_positive) * F.logsigmoid(logits)
-    negative = shifted.pow(gamma_negative) * torch.log((1 - shifted).clamp(min=1e-8))
+    focus_positive, focus_negative = (1 - p).pow(gamma_positive), shifted.pow(gamma_negative)
+    if not focusing_gradient:
+        focus_positive, focus_negative = focus_positive.detach(), focus_negative.detach()
+    positive = focus_positive * F.logsigmoid(logits)
+    negative = focus_negative * torch.log((1 - shifted).clamp(min=1e-8))
     return -(targets * positive + (1 - targets) * negative)
 
 
@@ -144,11 +193,10 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
-def positive_weights(labels: Tensor, largest: float = 20.0) -> Tensor:
-    """For each class the number of known negatives divided by that of positives, limited to [1, largest]."""
-    positives = (labels == 1).sum(0).float()
-    negatives = (labels == 0).sum(0).float()
-    return (negatives / positives.clamp(min=1)).clamp(1, largest)
+def positive_weights(labels: Tensor) -> Tensor:
+    """N/n⁺ of each class: the number of known targets divided by that of positives, as in FedMLP's comparison."""
+    positives, known = (labels == 1).sum(0).float(), (labels >= 0).sum(0).float()
+    return (known / positives.clamp(min=1)).clamp(min=1)
 
 
 # ---- parts that apply training.loss to the targets

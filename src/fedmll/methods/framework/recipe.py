@@ -126,7 +126,7 @@ class MethodRecipe:
                 f"{setting} decides what unknown targets teach, and so does the part '{other.name}'; they cannot work "
                 "together. Use another loss (bce, weighted, asl), or a method without that part, for example fedavg."
             )
-        if training.loss == "splc" and training.rounds == 1:
+        if losses.split_options(training.loss)[0] == "splc" and training.rounds == 1:
             raise ConfigError(f"{setting} finds missing labels from round 2 on, and training.rounds is 1. Raise it.")
 
     def _check_clients_per_batch(self, training: TrainingSettings) -> None:
