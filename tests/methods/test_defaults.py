@@ -20,6 +20,13 @@ RIDGE: Rows = {
     "ridge_balanced": (False, "ours: the plain ridge"),
 }
 START: Rows = RIDGE | {"start": ("seed", "every paper starts its head at random")}
+FEDOPT: Rows = {
+    "server_optimizer": ("none", "McMahan et al. 2017: the average is the new model"),
+    "server_lr": ("auto", "1 for sgd: FedAvgM; ours for the others: Reddi et al. 2021 tune it for each task"),
+    "server_beta1": ("auto", "Reddi et al. 2021, Section 5: 0.9, and 0 for FedAdagrad"),
+    "server_beta2": (0.99, "Reddi et al. 2021, Section 5"),
+    "server_tau": (1e-3, "Reddi et al. 2021, Section 5"),
+}
 
 BEARING: Rows = {"average": ("mean", "McMahan et al. 2017: the weighted mean"), "trim": (0.2, "ours, of trimmed-mean")}
 BY_SIZE: Rows = {"weighting": ("size", "McMahan et al. 2017, Alg. 1: n_k/n")}
@@ -284,6 +291,10 @@ PUBLISHED: dict[str, Rows] = {
 # belong to the range can be tried.
 JUST = 1e-9
 LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
+    ("fedavg", "server_lr"): ([JUST, 5.0], [0]),
+    ("fedavg", "server_beta1"): ([0, 1 - JUST], [-JUST, 1]),
+    ("fedavg", "server_beta2"): ([0, 1 - JUST], [-JUST, 1]),
+    ("fedavg", "server_tau"): ([JUST, 5.0], [0]),
     ("fedprox", "mu"): ([0, 5.0], [-JUST]),
     ("fedcurv", "strength"): ([0, 5.0], [-JUST]),
     ("spherefed", "eps"): ([JUST, 5.0], [0]),
@@ -375,6 +386,7 @@ def test_settings_that_only_the_user_can_give_are_named(name: str) -> None:
 def test_option_defaults_are_those_of_the_papers(name: str) -> None:
     keep = "best" if name == "centralized" else "last"
     rows = DEFAULTS[name] | ({} if name in ("compose", "fed-ridge") else START)
+    rows |= {} if name in ("compose", "fed-ridge", "local-only") else FEDOPT
     expected = {"keep": keep} | {option: value for option, (value, _) in rows.items() if value is not None}
     found = options_of(name)
     assert found == expected

@@ -146,6 +146,8 @@ def vectorized(hook: Hook) -> Hook:
 class Aggregator:
     """Aggregates the replies of one round for one part. Replies arrive one at a time and are not kept."""
 
+    global_weights: Tensors  # of the average, at the start of the round; set before the first reply
+
     def add(self, client: ClientInfo, reply: Message) -> None:
         """One reply: the client's weights, the tensors of the part, and the numbers samples, steps and loss."""
 

@@ -35,6 +35,7 @@ from fedmll.methods.heads import LinearHead
 from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.parts.averaging import WeightedAverage
 from fedmll.methods.parts.ridge_head import RidgeHead
+from fedmll.methods.parts.server_optimizer import ServerOptimizer
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.frozen_features import freeze_and_add_neck
@@ -45,6 +46,11 @@ __all__ = ["Method", "MethodRecipe", "PartChoice", "switch"]
 P = TypeVar("P", bound=Part)
 START = PartChoice(
     "start", {"seed": None, "ridge": RidgeHead}, "initial weights of the head: random, or by ridge regression"
+)
+SERVER_OPTIMIZER = PartChoice(
+    "server_optimizer",
+    {"none": None} | dict.fromkeys(("sgd", "adam", "yogi", "adagrad"), ServerOptimizer),
+    "optimizer with which the server applies the average update (FedOpt); none: the average is the new model",
 )
 
 
@@ -71,8 +77,11 @@ class Method(MethodEntry):
 
     @classmethod
     def entries(cls) -> tuple[type[Part] | PartChoice, ...]:
-        """The list of parts, with the choice of the initial head that every method has; the average is the last."""
-        return (*(() if RidgeHead in cls.parts else (START,)), *cls.parts, cls.average)
+        """The list of parts, with the choices that every method with rounds has; the average is the last."""
+        if RidgeHead in cls.parts:
+            return (*cls.parts, cls.average)
+        local = isinstance(cls.average, type) and "local-models" in cls.average.provides
+        return (START, *(() if local else (SERVER_OPTIMIZER,)), *cls.parts, cls.average)
 
     @classmethod
     def choices(cls) -> list[PartChoice]:
@@ -267,6 +276,7 @@ class MethodAggregator:
         for part in self.parts:
             aggregator = part.aggregator(method.tensors_of(part, state), round, self.aggregators)
             if aggregator is not None:
+                aggregator.global_weights = method.tensors_of(method.average_part, state)
                 self.aggregators[part.name] = aggregator
 
     def add(self, client: ClientInfo, reply: Message) -> None:
