@@ -300,7 +300,7 @@ def test_second_compare_in_the_same_folder_names_the_first(tmp_path: Path, fedml
         code, _, error = fedmll(*words)
         assert code == 2 and len(error.strip().splitlines()) == 1
         assert (
-            f"Another `fedmll compare` is working in grid: process {process.pid} on {socket.gethostname()}, since 20"
+            f"Another `fedmll compare` is working in grid (process {process.pid} on {socket.gethostname()}, since 20"
             in error
         )
         assert [path.name for path in (tmp_path / "grid").iterdir()] == [".lock"]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import DataError
 from fedmll.data.images import open_image as formats
 from fedmll.data.images.decode import read_images
@@ -265,7 +266,11 @@ def test_rescaled_dicom_needs_a_window_and_is_never_skipped(tmp_path: Path, skip
     for number in range(10):
         write_dicom(folder / f"{number}.dcm", values=np.full(64, 100 * number, np.uint16), intercept=-1000)
     here = Site(
-        name="a", csv=tmp_path / "labels.csv", images=folder, state_dir=tmp_path / "state", skip_unreadable=skip
+        name="a",
+        csv=tmp_path / "labels.csv",
+        images=folder,
+        state_dir=tmp_path / "state",
+        reading=ReadingOptions(skip_unreadable=skip, by_options=True),
     )
     with pytest.raises(DataError) as error:
         site_data.check_site_data(here)

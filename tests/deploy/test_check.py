@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from fedmll.cli.main import app
 from fedmll.config.experiment import Experiment
+from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import DataError
 from fedmll.deploy.experiment_for_sites import build_setup, resolve_for_sites
 from fedmll.deploy.security import certificates, client_keys
@@ -148,10 +149,22 @@ def test_patients(site: Site) -> None:
     lines = site.csv.read_text().splitlines()
     who = ["patient_id", "p1", "p1", "p2", "p2", "p3", "p3"]
     site.csv.write_text("\n".join(f"{line},{name}" for line, name in zip(lines, who, strict=True)) + "\n")
-    grouped = Site(name=site.name, csv=site.csv, images=site.images, state_dir=site.state_dir, group="patient_id")
+    grouped = Site(
+        name=site.name,
+        csv=site.csv,
+        images=site.images,
+        state_dir=site.state_dir,
+        reading=ReadingOptions(group="patient_id"),
+    )
     ((level, text),) = results_for(check_site(grouped), "patients")
     assert (level, text[:1]) == ("ok", "3")
-    ignored = Site(name=site.name, csv=site.csv, images=site.images, state_dir=site.state_dir, ignore=("patient_id",))
+    ignored = Site(
+        name=site.name,
+        csv=site.csv,
+        images=site.images,
+        state_dir=site.state_dir,
+        reading=ReadingOptions(ignore=("patient_id",)),
+    )
     ((level, text),) = results_for(check_site(ignored), "patients")
     assert level == "warning"
     assert "--group patient_id" in text

@@ -13,6 +13,7 @@ pytest.importorskip("flwr", reason="Flower is not installed (the extra `flower`)
 from consortium import Consortium
 from fake_grid import consortium, make_site  # noqa: F401  (a fixture)
 
+from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import DataError
 from fedmll.deploy.site import site_data
 from fedmll.deploy.site.site_config import Site
@@ -45,7 +46,7 @@ def test_list_form_labels_every_class_unless_classes_are_chosen(consortium: Cons
         [0, 0, 0],
         [-1, -1, -1],
     ]
-    only = replace(here, classes=("cat", "dog"))  # it does not look for cows
+    only = replace(here, reading=ReadingOptions(classes=("cat", "dog")))  # it does not look for cows
     assert site_data.load_site_data(only, ["cow", "cat", "dog"], (1, 8, 8), 0, 0.0).annotated.tolist() == [
         False,
         True,

@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import f1_score, precision_score, recall_score
 
 from fedmll import load_run
-from fedmll.comparison.finished_runs import read_compared_runs
+from fedmll.comparison.compared_runs import read_compared_runs
 from fedmll.data import federation
 from fedmll.evaluation.bootstrap import bootstrap_intervals
 from fedmll.reports import curves as curves_module
@@ -29,7 +29,7 @@ from fedmll.reports.charts import (
     wilson_interval,
 )
 from fedmll.reports.curves import curve_columns, learning_curves
-from fedmll.reports.html_report import compare_settings, count_of, describe_study
+from fedmll.reports.html_report import compare_settings, count_of, describe_runs
 from fedmll.reports.result_table import result_table
 from fedmll.runs.array_files import Predictions, read_client_labels, read_predictions
 
@@ -242,14 +242,14 @@ def test_the_description_of_a_study(tmp_path: Path) -> None:
     failed = write_run(tmp_path / "fedmlp" / "seed-0", method="fedmlp", lr=0.5)
     (failed / "failed.json").write_text('{"reason": "it diverged"}')
     study = read_compared_runs([tmp_path])
-    assert describe_study(study).replace("\N{NO-BREAK SPACE}", " ") == (
+    assert describe_runs(study).replace("\N{NO-BREAK SPACE}", " ") == (
         "Three methods were compared on pets with seed 0. The data has two classes and 80 training, 10 validation and "
         "10 test samples. It is split over two clients at random. Training: three rounds. fedprox has the highest mAP "
         "on the test data: 20.00 %. One run failed (see below)."
     )
     site = write_run(tmp_path / "server" / "run", metrics={"sites_map": 27.0})
     (site / "experiment.toml").write_text((site / "experiment.toml").read_text().replace('"pets"', '"none"'))
-    assert describe_study(read_compared_runs([site])).replace("\N{NO-BREAK SPACE}", " ") == (
+    assert describe_runs(read_compared_runs([site])).replace("\N{NO-BREAK SPACE}", " ") == (
         "The method fedavg was run on the data of the sites with seed 0. The data has two classes and 80 training, 10 "
         "validation and 10 test samples. It is held by two sites. Training: three rounds. mAP, mean of the sites: "
         "27.00 %."

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import small
 
-from fedmll.comparison.finished_runs import ComparedRow, ComparedRuns
+from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns
 from fedmll.core.errors import DataError
 from fedmll.data import federation
 from fedmll.reports.charts import label_heatmaps

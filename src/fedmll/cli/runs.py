@@ -12,7 +12,7 @@ from fedmll.cli.output import console, print_markup, print_table, say, warn
 from fedmll.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedmll.comparison.finished_runs import ComparedRuns
+    from fedmll.comparison.compared_runs import ComparedRuns
     from fedmll.runs.run_overview import RunRecord
 
 Folders = Annotated[
@@ -126,8 +126,8 @@ def plot(
     """
     from fedmll.reports.curves import draw_in_terminal, read_curve, write_curve
 
-    study, chart, axis = read_curve(runs, metric, by)
-    _warn_about_gaps(study)
+    compared, chart, axis = read_curve(runs, metric, by)
+    _warn_about_gaps(compared)
     if out is not None:
         write_curve(chart, axis, out)
         say(f"written: {out}")
@@ -136,7 +136,7 @@ def plot(
         say(line)
 
 
-def _warn_about_gaps(study: ComparedRuns) -> None:
+def _warn_about_gaps(compared: ComparedRuns) -> None:
     """Name runs that are missing, and files that cannot be read."""
-    for name, reason in [*study.missing, *study.damaged]:
+    for name, reason in [*compared.missing, *compared.damaged]:
         warn(f"{name} {reason}")

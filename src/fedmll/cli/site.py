@@ -67,6 +67,7 @@ class SiteOptions:
 
     def site(self, name: str, **more: Any) -> Site:
         """The site that these options describe; `more` are further fields of `Site`."""
+        from fedmll.config.settings import ReadingOptions
         from fedmll.deploy.security.client_keys import check_client_name
         from fedmll.deploy.site.site_config import Site
 
@@ -76,11 +77,14 @@ class SiteOptions:
             csv=self.csv.resolve(),
             images=self.images.resolve(),
             state_dir=folder.resolve(),
-            classes=split_names(self.classes),
-            ignore=split_names(self.ignore),
-            group=self.group,
-            window=parse_window(self.window),
-            skip_unreadable=self.skip_unreadable,
+            reading=ReadingOptions(
+                classes=split_names(self.classes),
+                ignore=split_names(self.ignore),
+                group=self.group,
+                window=parse_window(self.window),
+                skip_unreadable=self.skip_unreadable,
+                by_options=True,
+            ),
             class_renames=read_class_renames(self.rename),
             **more,
         )

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,19 +107,12 @@ class ComparisonFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Let one command at a time work on the comparison. The lock file says which."""
+        """Let one command at a time work on the comparison."""
         self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            with files.file_lock(self.path / LOCK_FILE, wait=False, inherited=False) as file:
-                started = time.strftime("%Y-%m-%d %H:%M:%S")
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}, since {started}".encode())
-                yield
-        except files.FileLocked as error:
-            raise ConfigError(
-                f"Another `fedmll compare` is working in {self.path}: {printable(error.content)}. Wait until it has "
-                "finished, stop it, or use another --out."
-            ) from None
+        problem = f"Another `fedmll compare` is working in {self.path}"
+        advice = "Wait until it has finished, stop it, or use another --out."
+        with files.exclusive_lock(self.path / LOCK_FILE, problem, advice, inherited=False):
+            yield
 
     # ---- writing
 

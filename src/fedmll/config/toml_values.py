@@ -43,16 +43,21 @@ def parse_toml(path: Path) -> dict[str, Any]:
 
 def _check_depth(values: Any, source: str) -> None:
     """Raise ConfigError for deeply nested values: every function that walks over them is recursive."""
+    if is_nested_deeper(values, MAX_DEPTH):
+        raise _too_deep(source)
+
+
+def is_nested_deeper(values: Any, levels: int) -> bool:
+    """Whether lists and tables are nested more than `levels` deep. Not recursive, so any depth can be tested."""
     level = [values]
-    for _ in range(MAX_DEPTH):
+    for _ in range(levels):
         level = [
             inner
             for value in level
             if isinstance(value, dict | list)
             for inner in (value.values() if isinstance(value, dict) else value)
         ]
-    if level:
-        raise _too_deep(source)
+    return bool(level)
 
 
 def _too_deep(source: str) -> ConfigError:

@@ -8,14 +8,17 @@ import fcntl
 import hashlib
 import os
 import re
+import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from fedmll.core.errors import FedmllError
+from fedmll.core.errors import ConfigError, FedmllError
+from fedmll.core.text import printable
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 WRITE_ERRORS = (*DISK_FULL, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -115,6 +118,32 @@ def file_lock(
             on_wait()
             acquire(file, fcntl.LOCK_EX)
         yield file
+
+
+@contextmanager
+def exclusive_lock(
+    path: Path, problem: str, advice: str, *, inherited: bool = True, mode: int = 0o666
+) -> Iterator[None]:  # fmt: skip
+    """Hold a lock whose file says which process holds it.
+
+    Args:
+        path: the file to lock.
+        problem: the beginning of the error message if another process holds the lock, without a full stop.
+        advice: the end of that message.
+        inherited: see `file_lock`.
+        mode: see `file_lock`.
+
+    Raises:
+        ConfigError: another process holds the lock; the message says which process, on which host and since when.
+    """
+    try:
+        with file_lock(path, wait=False, inherited=inherited, mode=mode) as file:
+            file.truncate(0)
+            started = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {started}".encode())
+            yield
+    except FileLocked as error:
+        raise ConfigError(f"{problem} ({printable(error.content) or 'unknown'}). {advice}") from None
 
 
 def is_file_locked(path: Path) -> bool:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedmll.config.experiment import Experiment
 from fedmll.config.settings import RANDOM, SettingsSection
+from fedmll.config.toml_values import is_nested_deeper
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable
@@ -93,15 +94,7 @@ def parse_metadata(file: Path, text: str) -> Any:
         description = json.loads(text)
     except RecursionError:
         raise ConfigError(f"{refused} is nested deeper than {MAX_DEPTH} levels.") from None
-    level: list[Any] = [description]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for value in level
-            if isinstance(value, list | dict)
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
-    if level:
+    if is_nested_deeper(description, MAX_DEPTH):
         raise ConfigError(f"{refused} is nested deeper than {MAX_DEPTH} levels.")
     return description
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.comparison.finished_runs import ComparedRow, ComparedRuns
+from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns
 from fedmll.evaluation.calibration import RANGES, reliability
 from fedmll.evaluation.metric_definitions import CLASS_METRICS, label_of
 from fedmll.evaluation.metrics import Confusion, mean_of_defined
@@ -126,10 +126,10 @@ def _rounded(value: Any) -> Any:
 SHOWN_METRICS = ("ap", "auc", "f1")
 
 
-def class_chart(study: ComparedRuns) -> Chart | None:
+def class_chart(compared: ComparedRuns) -> Chart | None:
     """None if no finished run has metrics per class."""
     series = []
-    for place, row in enumerate(study.rows):
+    for place, row in enumerate(compared.rows):
         runs = [run for run in row.finished if run.per_class]
         names = [line["class"] for line in runs[0].per_class] if runs else []
         runs = [run for run in runs if [line["class"] for line in run.per_class] == names]
@@ -144,7 +144,7 @@ def class_chart(study: ComparedRuns) -> Chart | None:
     ]
     if not ys:
         return None
-    first = next(run for row in study.rows for run in row.finished if run.per_class)
+    first = next(run for row in compared.rows for run in row.finished if run.per_class)
     where = "training" if _training_frequencies(first) else "test"
     return Chart(
         name="classes",
@@ -190,11 +190,11 @@ MAX_CLIENTS, MAX_CLASSES = 120, 120  # of a heatmap that can be read
 MAX_HEATMAPS = 6
 
 
-def label_heatmaps(study: ComparedRuns) -> Chart | None:
+def label_heatmaps(compared: ComparedRuns) -> Chart | None:
     """One heatmap of clients × classes per partition. Seeds partition the data differently, methods do not."""
     heatmaps: dict[bytes, Heatmap] = {}
     cut = False
-    for run in study.finished:
+    for run in compared.finished:
         found = run.client_labels
         if found is None or not len(found.names):
             continue
@@ -229,21 +229,21 @@ def _heatmap(label: str, labels: ClientLabels) -> Heatmap:
     return Heatmap(label, list(labels.names[:MAX_CLIENTS]), list(labels.classes[:MAX_CLASSES]), values)
 
 
-def client_chart(study: ComparedRuns) -> Chart | None:
+def client_chart(compared: ComparedRuns) -> Chart | None:
     """The metrics of each client on the samples that it holds out. If there is a local-only run, the chart shows the
     difference to it, paired by seed and client, because another seed partitions the data differently."""
     baselines = [
-        row for row in study.rows if row.first.method == LOCAL_ONLY and any(run.per_client for run in row.finished)
+        row for row in compared.rows if row.first.method == LOCAL_ONLY and any(run.per_client for run in row.finished)
     ]
     baseline = baselines[0] if baselines else None
     found = {
         place: columns
-        for place, row in enumerate(study.rows)
+        for place, row in enumerate(compared.rows)
         if not (baseline and row.first.method == LOCAL_ONLY) and (columns := _client_columns(row, baseline))[NAME]
     }
     if not found:
         return None
-    labels = tuple(study.rows[place].label for place in found)
+    labels = tuple(compared.rows[place].label for place in found)
     series = [
         ChartSeries(labels[number], place, columns | {"method": _side_by_side(number, len(columns[NAME]))})
         for number, (place, columns) in enumerate(found.items())
@@ -318,10 +318,10 @@ THRESHOLD_METRICS = tuple(
 )
 
 
-def calibration_chart(study: ComparedRuns) -> Chart | None:
+def calibration_chart(compared: ComparedRuns) -> Chart | None:
     """The reliability curve of each row, over all classes and seeds together."""
     series, errors = [], []
-    for place, row in enumerate(study.rows):
+    for place, row in enumerate(compared.rows):
         predictions = [run.predictions for run in row.finished if run.predictions is not None]
         if predictions:
             columns, error = reliability_curve(predictions)
@@ -378,10 +378,10 @@ def wilson_interval(share: Floats, count: NDArray[np.int64]) -> tuple[Floats, Fl
     return middle - half, middle + half
 
 
-def threshold_chart(study: ComparedRuns) -> Chart | None:
+def threshold_chart(compared: ComparedRuns) -> Chart | None:
     """F1, precision and recall of each row by threshold."""
     series = []
-    for place, row in enumerate(study.rows):
+    for place, row in enumerate(compared.rows):
         found = [metrics_by_threshold(run.predictions) for run in row.finished if run.predictions is not None]
         if found:
             means = {key: np.mean([one[key] for one in found], axis=0).tolist() for key in THRESHOLD_METRICS}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedmll.comparison.finished_runs import ComparedRow, ComparedRuns, read_compared_runs
+from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns, read_compared_runs
 from fedmll.core import files
 from fedmll.core.errors import ConfigError
 from fedmll.core.text import printable, suggest
@@ -37,12 +37,12 @@ def curve_metrics(rows: Sequence[ComparedRow]) -> list[str]:
     return in_table_order(name for name in names if name not in NO_METRICS)
 
 
-def learning_curves(study: ComparedRuns, metrics: Sequence[str] | None = None) -> Chart | None:
+def learning_curves(compared: ComparedRuns, metrics: Sequence[str] | None = None) -> Chart | None:
     """The chart of the metrics; by default of all that the runs recorded. None if there is nothing to draw."""
-    names = curve_metrics(study.rows) if metrics is None else list(metrics)
+    names = curve_metrics(compared.rows) if metrics is None else list(metrics)
     series = [
         ChartSeries(row.label, place, columns)
-        for place, row in enumerate(study.rows)
+        for place, row in enumerate(compared.rows)
         if len((columns := curve_columns(row.finished or row.runs, names))["round"])
     ]
     names = [name for name in names if any(np.isfinite(one.columns[name]).any() for one in series)]
@@ -50,7 +50,7 @@ def learning_curves(study: ComparedRuns, metrics: Sequence[str] | None = None) -
         return None
     names.sort(key=lambda name: not _has_several_rounds(name, series))
     caption = ""
-    if any(len(row.finished or row.runs) > 1 for row in study.rows):
+    if any(len(row.finished or row.runs) > 1 for row in compared.rows):
         caption = "The line is the mean over the seeds; the band is the range from the lowest to the highest seed. "
     return Chart(
         name="curves",
@@ -58,14 +58,14 @@ def learning_curves(study: ComparedRuns, metrics: Sequence[str] | None = None) -
         caption=caption + "Points are rounds in which the model was evaluated (engine.evaluate_every).",
         kind=LINES,
         xs=AXES,
-        ys=[_metric_axis(name, study) for name in names],
+        ys=[_metric_axis(name, compared) for name in names],
         series=series,
     )
 
 
-def _metric_axis(name: str, study: ComparedRuns) -> ChartAxis:
+def _metric_axis(name: str, compared: ComparedRuns) -> ChartAxis:
     """In percent if the table of metrics says so, or if the metric (of a plug-in) is in a summary."""
-    in_summaries = any(name in run.summary["metrics"] for run in study.finished)
+    in_summaries = any(name in run.summary["metrics"] for run in compared.finished)
     percent = find_metric(name).unit == metric_definitions.PERCENT or in_summaries
     return ChartAxis(name, label_of(name) + (", %" if percent else ""), PERCENT if percent else NUMBER)
 
@@ -127,14 +127,14 @@ def read_curve(paths: Sequence[Path], metric: str, by: str) -> tuple[ComparedRun
     axes = {axis.key: axis for axis in AXES}
     if by not in axes:
         raise ConfigError(f"There is no axis '{by}' (--by){suggest(by, axes)}")
-    study = read_compared_runs(paths)
-    known = curve_metrics(study.rows)
+    compared = read_compared_runs(paths)
+    known = curve_metrics(compared.rows)
     if metric not in known:
         raise ConfigError(f"No run here has the metric '{metric}' (--metric){suggest(metric, known)}")
-    chart = learning_curves(study, [metric])
+    chart = learning_curves(compared, [metric])
     if chart is None:
         raise ConfigError(f"'{metric}' is undefined in every round of these runs: there is no curve to draw.")
-    return study, chart, axes[by]
+    return compared, chart, axes[by]
 
 
 def write_curve(chart: Chart, x: ChartAxis, out: Path) -> None:

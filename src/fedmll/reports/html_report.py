@@ -19,7 +19,7 @@ import numpy as np
 from markupsafe import Markup
 from PIL import Image
 
-from fedmll.comparison.finished_runs import ComparedRow, ComparedRuns, read_compared_runs
+from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns, read_compared_runs
 from fedmll.comparison.tables import UPPER_BOUND, is_ranked
 from fedmll.core import files
 from fedmll.core.errors import FedmllError
@@ -60,10 +60,11 @@ def write_report(paths: Sequence[Path], out: Path, *, images: bool = False, keep
     Returns:
         What was read, with the reasons for what is missing.
     """
-    study = read_compared_runs(paths)
-    charts, table = make_charts(study), result_table(study)
-    figures = [(row.label, run_figures(row.first, images)) for row in study.rows if row.finished]  # of the first seed
-    files.write_atomic(out, render_page(study, charts, table, figures))
+    compared = read_compared_runs(paths)
+    charts, table = make_charts(compared), result_table(compared)
+    first_seeds = [(row.label, row.first) for row in compared.rows if row.finished]
+    figures = [(label, run_figures(run, images)) for label, run in first_seeds]
+    files.write_atomic(out, render_page(compared, charts, table, figures))
     if keep_files:
         folder = figure_folder(out)
         write_figures(folder, (figure for chart in charts for figure in chart_figures(chart)))
@@ -71,7 +72,7 @@ def write_report(paths: Sequence[Path], out: Path, *, images: bool = False, keep
             write_figures(folder / file_name(label), of_row)
         if table is not None:
             files.write_atomic(folder / "results.csv", dicts_to_csv(table.csv_rows))
-    return study
+    return compared
 
 
 def figure_folder(out: Path) -> Path:
@@ -79,38 +80,38 @@ def figure_folder(out: Path) -> Path:
     return out.with_name(f"{out.stem}-files")
 
 
-def make_charts(study: ComparedRuns) -> list[Chart]:
+def make_charts(compared: ComparedRuns) -> list[Chart]:
     """The charts for which the runs have data."""
     charts = [
-        learning_curves(study),
-        class_chart(study),
-        label_heatmaps(study),
-        client_chart(study),
-        calibration_chart(study),
-        threshold_chart(study),
+        learning_curves(compared),
+        class_chart(compared),
+        label_heatmaps(compared),
+        client_chart(compared),
+        calibration_chart(compared),
+        threshold_chart(compared),
     ]
     return [chart for chart in charts if chart is not None]
 
 
 def render_page(
-    study: ComparedRuns,
+    compared: ComparedRuns,
     charts: Sequence[Chart],
     table: ResultTable | None,
     figures: Sequence[tuple[str, list[ReportFigure]]],
 ) -> str:
-    shared, differing = compare_settings(study.rows)
-    runs = len(study.runs) + len(study.trials)
+    shared, differing = compare_settings(compared.rows)
+    runs = len(compared.runs) + len(compared.trials)
     return load_template("page.html.jinja").render(
-        title=study.title,
+        title=compared.title,
         about=f"Report of {count_of(runs, 'run')}, written by fedmll {fedmll_version()}.",
-        description=describe_study(study),
-        labels=[row.label for row in study.rows],
+        description=describe_runs(compared),
+        labels=[row.label for row in compared.rows],
         shared=shared,
-        differing=differing if len(study.rows) > 1 else [],
+        differing=differing if len(compared.rows) > 1 else [],
         table=table,
         charts={chart.name: chart for chart in charts},
         model_figures=[(label, [(one, data_url(one)) for one in of_row]) for label, of_row in figures if of_row],
-        missing=[*study.missing, *study.damaged],
+        missing=[*compared.missing, *compared.damaged],
         footer="All numbers come from the files in the folders of the runs. This page loads nothing from the network.",
         data=chart_data(charts),
         css=Markup(read_resource("page.css")),
@@ -208,9 +209,15 @@ PATHS = ("data.root", "model.weights")  # only the file name is shown
 Settings = list[tuple[str, str]]
 
 
-def describe_study(study: ComparedRuns) -> str:
+def describe_runs(compared: ComparedRuns) -> str:
     """One paragraph. It says nothing that is not in the files of the runs."""
-    sentences = [_what_was_run(study), _data(study), _training(study), _best_method(study), _unfinished_runs(study)]
+    sentences = [
+        _what_was_run(compared),
+        _data(compared),
+        _training(compared),
+        _best_method(compared),
+        _unfinished_runs(compared),
+    ]
     text = " ".join(sentence for sentence in sentences if sentence)
     return text.replace(" ± ", f"{NO_BREAK}±{NO_BREAK}").replace(" %", f"{NO_BREAK}%")
 
@@ -221,23 +228,25 @@ def count_of(number: int, thing: str) -> str:
     return f"{word} {thing}" + ("" if number == 1 else "es" if thing.endswith("ss") else "s")
 
 
-def _what_was_run(study: ComparedRuns) -> str:
-    seeds = sorted({run.seed for run in study.runs})
+def _what_was_run(compared: ComparedRuns) -> str:
+    seeds = sorted({run.seed for run in compared.runs})
     with_seeds = f"with seed {seeds[0]}" if len(seeds) == 1 else f"with seeds {_list(seeds)}"
-    if len(study.rows) == 1:
-        return f"The method {study.rows[0].label} was run on {_data_names(study)} {with_seeds}."
-    return f"{count_of(len(study.rows), 'method').capitalize()} were compared on {_data_names(study)} {with_seeds}."
+    if len(compared.rows) == 1:
+        return f"The method {compared.rows[0].label} was run on {_data_names(compared)} {with_seeds}."
+    return (
+        f"{count_of(len(compared.rows), 'method').capitalize()} were compared on {_data_names(compared)} {with_seeds}."
+    )
 
 
-def _data_names(study: ComparedRuns) -> str:
-    names = {run.data_name for run in study.runs if run.experiment}
+def _data_names(compared: ComparedRuns) -> str:
+    names = {run.data_name for run in compared.runs if run.experiment}
     names = {"the data of the sites" if name == NO_DATA else name for name in names}
     return _list(sorted(names)) or "unknown data"
 
 
-def _data(study: ComparedRuns) -> str:
+def _data(compared: ComparedRuns) -> str:
     """The data of the first finished run; in a comparison all runs have the same."""
-    run = next(iter(study.finished), None)
+    run = next(iter(compared.finished), None)
     if run is None:
         return ""
     try:
@@ -264,9 +273,9 @@ def _partition(run: RunRecord) -> str:
     return text + "."
 
 
-def _training(study: ComparedRuns) -> str:
+def _training(compared: ComparedRuns) -> str:
     """The training settings that all rows share."""
-    shared = dict(compare_settings(study.rows)[0])
+    shared = dict(compare_settings(compared.rows)[0])
     parts = []
     if "training.rounds" in shared:
         parts.append(count_of(int(shared["training.rounds"]), "round"))
@@ -282,16 +291,18 @@ def _training(study: ComparedRuns) -> str:
         frozen = " (frozen)" if shared.get("model.freeze") == "backbone" else ""
         parts.append(f"backbone {backbone}{frozen}")
     text = f"Training: {', '.join(parts)}." if parts else ""
-    if study.trials:
-        text += f" {count_of(len(study.trials), 'further run').capitalize()} chose the settings on the validation data."
+    if compared.trials:
+        text += (
+            f" {count_of(len(compared.trials), 'further run').capitalize()} chose the settings on the validation data."
+        )
     return text
 
 
-def _best_method(study: ComparedRuns) -> str:
+def _best_method(compared: ComparedRuns) -> str:
     """The row with the highest mean of the first metric that there is, among the rows that compete."""
     for metric in BEST_METHOD_BY:
-        found = [(row, row.values(metric)) for row in study.rows]
-        ranked = [pair for pair, is_one in zip(found, is_ranked(rankable(study)), strict=True) if is_one]
+        found = [(row, row.values(metric)) for row in compared.rows]
+        ranked = [pair for pair, is_one in zip(found, is_ranked(rankable(compared)), strict=True) if is_one]
         found = [(row, values) for row, values in found if len(values)]
         if not found:
             continue
@@ -307,9 +318,9 @@ def _best_method(study: ComparedRuns) -> str:
     return "No run is finished yet; the numbers are those of the rounds so far."
 
 
-def _unfinished_runs(study: ComparedRuns) -> str:
-    states = Counter(run.state for run in [*study.runs, *study.trials] if not run.is_finished)
-    states[RunState.FAILED] += len(study.rejected)
+def _unfinished_runs(compared: ComparedRuns) -> str:
+    states = Counter(run.state for run in [*compared.runs, *compared.trials] if not run.is_finished)
+    states[RunState.FAILED] += len(compared.rejected)
     parts = [
         f"{count_of(count, 'run')} " + ("failed" if state is RunState.FAILED else f"{_is(count)} {state}")
         for state, count in states.items()

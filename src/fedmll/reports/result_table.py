@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedmll.comparison.finished_runs import ComparedRow, ComparedRuns
+from fedmll.comparison.compared_runs import ComparedRow, ComparedRuns
 from fedmll.comparison.tables import RankableRow, rank_values, ranking_note
 from fedmll.evaluation.bootstrap import bootstrap_intervals
 from fedmll.evaluation.metric_definitions import (
@@ -37,7 +37,7 @@ class ResultCell:
 @dataclass(frozen=True)
 class ResultRow:
     label: str
-    row: int  # the place in the study
+    row: int  # its place among the rows
     state: str  # "2 of 3 seeds", "failed", or empty
     cells: list[ResultCell]
 
@@ -60,17 +60,17 @@ class ResultTable:
         ]
 
 
-def result_table(study: ComparedRuns, intervals: bool = True) -> ResultTable | None:
+def result_table(compared: ComparedRuns, intervals: bool = True) -> ResultTable | None:
     """None if no run is finished. `intervals` False leaves out the bootstrap, which takes a few seconds."""
-    names = {name: None for run in study.finished for name in run.summary["metrics"]}
+    names = {name: None for run in compared.finished for name in run.summary["metrics"]}
     if not names:
         return None
     metrics = [*in_table_order(name for name in names if not name.endswith(ERROR)), *COSTS]
-    single = all(len(row.finished) <= 1 for row in study.rows)
-    found = {id(row): _intervals(row.first) for row in study.rows if intervals and single and row.finished}
-    columns = [_column(study, name, found) for name in metrics]
+    single = all(len(row.finished) <= 1 for row in compared.rows)
+    found = {id(row): _intervals(row.first) for row in compared.rows if intervals and single and row.finished}
+    columns = [_column(compared, name, found) for name in metrics]
     visible = metrics_in(REPORT)
-    caption = f"{ranking_note(rankable(study))} ".lstrip()
+    caption = f"{ranking_note(rankable(compared))} ".lstrip()
     if not single:
         caption += "Percent; mean ± standard deviation over the finished seeds."
     elif any(found.values()):
@@ -83,15 +83,15 @@ def result_table(study: ComparedRuns, intervals: bool = True) -> ResultTable | N
         visible=[name in visible for name in metrics],
         rows=[
             ResultRow(row.label, place, _state(row), [column[place] for column in columns])
-            for place, row in enumerate(study.rows)
+            for place, row in enumerate(compared.rows)
         ],
         caption=caption,
         several_seeds=not single,
     )
 
 
-def rankable(study: ComparedRuns) -> list[RankableRow]:
-    return [RankableRow(row.first.method, len(row.finished)) for row in study.rows]
+def rankable(compared: ComparedRuns) -> list[RankableRow]:
+    return [RankableRow(row.first.method, len(row.finished)) for row in compared.rows]
 
 
 def _intervals(run: RunRecord) -> dict[str, Interval]:
@@ -110,14 +110,14 @@ def _state(row: ComparedRow) -> str:
     return f"{len(row.finished)} of {len(row.runs)} seeds" if len(row.finished) < len(row.runs) else ""
 
 
-def _column(study: ComparedRuns, name: str, intervals: dict[int, dict[str, Interval]]) -> list[ResultCell]:
-    values = [row.values(name) for row in study.rows]
+def _column(compared: ComparedRuns, name: str, intervals: dict[int, dict[str, Interval]]) -> list[ResultCell]:
+    values = [row.values(name) for row in compared.rows]
     means = [float(found.mean()) if len(found) else math.nan for found in values]
-    complete = [len(found) == len(row.finished) for row, found in zip(study.rows, values, strict=True)]
+    complete = [len(found) == len(row.finished) for row, found in zip(compared.rows, values, strict=True)]
     whole = [mean if is_whole else math.nan for mean, is_whole in zip(means, complete, strict=True)]
-    ranks = rank_values(name, rankable(study), whole)
+    ranks = rank_values(name, rankable(compared), whole)
     column = []
-    for row, found, mean, rank in zip(study.rows, values, means, ranks, strict=True):
+    for row, found, mean, rank in zip(compared.rows, values, means, ranks, strict=True):
         if not len(found):
             column.append(ResultCell(None, "–"))
             continue

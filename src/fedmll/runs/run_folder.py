@@ -160,13 +160,9 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Let one process at a time write to the folder. Worker processes do not inherit the lock: a worker that
         survives a killed parent for a moment would still hold it."""
-        try:
-            with files.file_lock(self.path / LOCK_FILE, wait=False, inherited=False):
-                yield
-        except files.FileLocked:
-            raise ConfigError(
-                f"Another process is running the experiment in {self.path}; wait for it or stop it first."
-            ) from None
+        problem, advice = f"Another process is running the experiment in {self.path}", "Wait for it or stop it first."
+        with files.exclusive_lock(self.path / LOCK_FILE, problem, advice, inherited=False):
+            yield
 
     @property
     def is_locked(self) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -198,16 +197,9 @@ def resume_server(
 @contextmanager
 def lock_server_folder(out: Path) -> Iterator[None]:
     """Allow one server at a time in a run's folder, before anything is written there."""
-    try:
-        with files.file_lock(out / LOCK_FILE, wait=False, mode=0o600) as lock:
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()}".encode())
-            yield
-    except files.FileLocked as error:
-        raise ConfigError(
-            f"A server is already running in {out} ({error.content or 'unknown'}); nothing was changed. Stop it first, "
-            "or choose another folder with --out."
-        ) from None
+    advice = "Nothing was changed. Stop that server first, or choose another folder with --out."
+    with files.exclusive_lock(out / LOCK_FILE, f"A server is already running in {out}", advice, mode=0o600):
+        yield
 
 
 def _superlink_settings(settings: ServerSettings, out: Path, passphrase_file: Path | None) -> SuperLinkSettings:

@@ -198,8 +198,8 @@ def _check_patients(site: Site, table: LabelTable) -> list[CheckResult]:
     """Whether patients are known. `check_site_data` has checked that no patient is on both sides of the split."""
     if table.patients is not None:
         count = len(set(table.patients.tolist()))
-        return [CheckResult("patients", "ok", f"{count} by '{site.group}', each on one side of every split")]
-    likely = [name for name in site.ignore if name.lower() in PATIENT_COLUMNS]
+        return [CheckResult("patients", "ok", f"{count} by '{site.reading.group}', each on one side of every split")]
+    likely = [name for name in site.reading.ignore if name.lower() in PATIENT_COLUMNS]
     if likely:
         text = f"'{likely[0]}' is ignored. With --group {likely[0]} no patient's images are on both sides of a split"
         return [CheckResult("patients", "warning", text)]

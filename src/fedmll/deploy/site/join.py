@@ -58,7 +58,7 @@ def join(
         if not path.exists():
             raise ConfigError(f"{path} does not exist (--weights).")
     site = replace(site, needs_approval=True)  # the only other way is a digest (--approve)
-    with private_files(), lock_folder(site.state_dir, site.name):
+    with private_files(), lock_folder(site.state_dir):
         try:
             with audit_join(site, access, show):
                 worker = _serve(site, access, show)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fedmll.config.experiment import Experiment
 from fedmll.config.settings import ReadingOptions
@@ -69,12 +70,9 @@ class Site:
     csv: Path  # the labels file
     images: Path  # the folder that the paths in the labels file start from
     state_dir: Path  # the site's own folder (see site_folder.py)
-    classes: tuple[str, ...] = ()  # the only columns to use; empty: all
+    # how the labels and images are read
+    reading: ReadingOptions = field(default_factory=lambda: ReadingOptions(by_options=True))
     device: str = "auto"  # cpu, cuda or auto
-    ignore: tuple[str, ...] = ()  # this and the next three: as in an experiment's [data]
-    group: str | None = None
-    window: tuple[float, float] | None = None
-    skip_unreadable: bool = False
     local_files: tuple[Path, ...] = ()  # the site's copies of files that an experiment names by their digest
     limits: SiteLimits = field(default_factory=SiteLimits)  # what the site does not do
     # a person approves every study at the terminal; False: a simulation with sites of one's own
@@ -85,18 +83,6 @@ class Site:
     validation_only: bool = False  # the site tests the model and never trains
     # the digest of the only study that the site takes part in. Then nobody is asked.
     approved_digest: str | None = None
-
-    @property
-    def reading(self) -> ReadingOptions:
-        """How the labels and images are read."""
-        return ReadingOptions(
-            classes=self.classes,
-            ignore=self.ignore,
-            group=self.group,
-            window=self.window,
-            skip_unreadable=self.skip_unreadable,
-            by_options=True,
-        )
 
     @property
     def output_dir(self) -> Path:
@@ -111,7 +97,10 @@ def write_site_file(site: Site, path: Path) -> None:
 
 def read_site_file(path: Path) -> Site:
     values = json.loads(path.read_text())
-    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    reading: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values["reading"].items()
+    }
+    values["reading"] = ReadingOptions(**reading)
     values |= {name: Path(values[name]) for name in ("csv", "images", "state_dir")}
     values["out"] = None if values["out"] is None else Path(values["out"])
     values["local_files"] = tuple(map(Path, values["local_files"]))

@@ -267,7 +267,7 @@ def _align_labels(site: Site, table: LabelTable, classes: tuple[str, ...]) -> ND
     """
     check_known_classes(site, table.classes, classes)
     labels = np.full((len(table.paths), len(classes)), UNKNOWN, np.int8)
-    if table.is_list_form and not site.classes:
+    if table.is_list_form and not site.reading.classes:
         labels[(table.labels != UNKNOWN).any(axis=1)] = ABSENT
     for column, name in enumerate(table.classes):
         labels[:, classes.index(name)] = table.labels[:, column]

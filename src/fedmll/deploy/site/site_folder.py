@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedmll.core.errors import ConfigError
-from fedmll.core.files import FileLocked, file_lock
+from fedmll.core.files import exclusive_lock
 from fedmll.core.text import printable
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 
@@ -44,19 +43,12 @@ def make_private_folder(folder: Path) -> None:
 
 
 @contextmanager
-def lock_folder(folder: Path, name: str) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Allow one join at a time in the folder. The operating system frees the lock of a process that is killed."""
     make_private_folder(folder)
-    try:
-        with file_lock(folder / LOCK, wait=False) as lock:
-            lock.truncate(0)
-            lock.write(f"{name}, process {os.getpid()}\n".encode())
-            yield
-    except FileLocked as error:
-        raise ConfigError(
-            f"The folder {folder} is in use by another join ({error.content or 'unknown'}). Wait until it is over, or "
-            "stop it. A second client needs a folder of its own (--state-dir DIR)."
-        ) from None
+    advice = "Wait until it is over, or stop it. A second client needs a folder of its own (--state-dir DIR)."
+    with exclusive_lock(folder / LOCK, f"The folder {folder} is in use by another join", advice):
+        yield
 
 
 def run_state_folder(state_dir: Path, run: str) -> Path:

@@ -70,8 +70,9 @@ def validate_model(model: SavedModel, site: Site, progress: Progress = no_progre
     Raises:
         DataError: names every class that the model does not know, with the likely spelling.
     """
-    window = model.description["window"]
-    site = replace(site, validation_only=True, window=site.window or (None if window is None else tuple(window)))
+    site = replace(site, validation_only=True)
+    if site.reading.window is None and model.description["window"] is not None:
+        site = replace(site, reading=replace(site.reading, window=tuple(model.description["window"])))
     with tempfile.TemporaryDirectory() as cache, site_folder.private_files(), image_cache_in(Path(cache)):
         data = site_data.load_site_data(site, model.classes, model.sample_shape, 0, 0.0, progress).held_out
         scores: NDArray[np.float32] = model.predict(data)

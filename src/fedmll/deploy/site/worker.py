@@ -120,7 +120,7 @@ class SiteWorker:
         table = site_data.read_site_labels(self.site)
         site_data.check_known_classes(self.site, table.classes, classes)
         missing = [name for name in classes if name not in table.classes]
-        absent_if_not_listed = table.is_list_form and not self.site.classes
+        absent_if_not_listed = table.is_list_form and not self.site.reading.classes
         if missing and not absent_if_not_listed:
             self.show(f"not annotated here, so unknown: {', '.join(missing)}")
 

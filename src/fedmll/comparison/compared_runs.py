@@ -1,4 +1,4 @@
-"""`ComparedRuns`: the runs and comparisons in some folders, as rows with one run per seed. Reports show a study.
+"""`ComparedRuns`: the runs and comparisons in some folders, as rows with one run per seed. Reports show them.
 
 The rows of a comparison are those of its comparison.json. A run that the record does not have (it is not written
 yet, or damaged) is grouped by its folder, ROW[/SETTING]/seed-N: of several settings the one with the most runs is
@@ -97,18 +97,18 @@ def read_compared_runs(paths: Sequence[Path]) -> ComparedRuns:
             studies.append(_read_below(path))
     if single_runs:
         studies.append(ComparedRuns(rows=_group_by_experiment(single_runs)))
-    rows = [row for study in studies for row in study.rows]
+    rows = [row for compared in studies for row in compared.rows]
     labels = [row.label for row in rows]
-    for study in studies:
-        for row in study.rows:
-            if study.title and labels.count(row.label) > 1:
-                row.label = f"{row.label} ({study.title})"
+    for compared in studies:
+        for row in compared.rows:
+            if compared.title and labels.count(row.label) > 1:
+                row.label = f"{row.label} ({compared.title})"
     whole = ComparedRuns(
         title=", ".join(map(_short_name, paths)),
         rows=rows,
-        trials=[run for study in studies for run in study.trials],
-        rejected=[run for study in studies for run in study.rejected],
-        damaged_records=[record for study in studies for record in study.damaged_records],
+        trials=[run for compared in studies for run in compared.trials],
+        rejected=[run for compared in studies for run in compared.rejected],
+        damaged_records=[record for compared in studies for record in compared.damaged_records],
     )
     _check_not_empty(paths, whole)
     return whole
@@ -120,14 +120,14 @@ def _short_name(path: Path) -> str:
     return f"{folder.parent.name}/{folder.name}" if SEED_FOLDER.fullmatch(folder.name) else folder.name
 
 
-def _check_not_empty(paths: Sequence[Path], study: ComparedRuns) -> None:
-    if any(run.is_finished or run.rows for run in study.runs):
+def _check_not_empty(paths: Sequence[Path], compared: ComparedRuns) -> None:
+    if any(run.is_finished or run.rows for run in compared.runs):
         return
     where = ", ".join(map(str, paths))
-    if not study.missing:
+    if not compared.missing:
         raise ConfigError(f"There is no run in {where}: no {EXPERIMENT_FILE} is below it.")
-    name, reason = study.missing[0]
-    more = f" (and {len(study.missing) - 1} more)" if len(study.missing) > 1 else ""
+    name, reason = compared.missing[0]
+    more = f" (and {len(compared.missing) - 1} more)" if len(compared.missing) > 1 else ""
     raise ConfigError(f"No run in {where} has done a round, so there is nothing to show. {name}: {reason}{more}.")
 
 
@@ -136,16 +136,16 @@ def _read_below(path: Path) -> ComparedRuns:
     folders = sorted({file.parent for name in (EXPERIMENT_FILE, FAILURE_FILE) for file in path.rglob(name)}, key=_order)
     names = [folder.relative_to(path) for folder in folders if not _is_inside_run(folder.relative_to(path))]
     runs = {name.as_posix(): read_run(path / name, str(name)) for name in names}
-    study = ComparedRuns(title=path.resolve().name, rows=[])
+    compared = ComparedRuns(title=path.resolve().name, rows=[])
     try:
         if (record := ComparisonFolder(path).read_record()) is not None:
-            _add_recorded_rows(study, record, runs)
+            _add_recorded_rows(compared, record, runs)
     except DataError as error:
-        study.damaged_records.append((study.title, f"{error} The rows were made from the folders of the runs."))
+        compared.damaged_records.append((compared.title, f"{error} The rows were made from the folders of the runs."))
     cells = {name: run for name, run in runs.items() if SEED_FOLDER.fullmatch(Path(name).name) and "/" in name}
-    _add_rows_by_folder(study, cells)
-    study.rows += _group_by_experiment([run for name, run in runs.items() if name not in cells])
-    return study
+    _add_rows_by_folder(compared, cells)
+    compared.rows += _group_by_experiment([run for name, run in runs.items() if name not in cells])
+    return compared
 
 
 def _is_inside_run(folder: Path) -> bool:
@@ -157,14 +157,14 @@ def _order(folder: Path) -> list[tuple[int, str]]:
     return [(int(m[1]), "") if (m := SEED_FOLDER.fullmatch(part)) else (0, part) for part in folder.parts]
 
 
-def _add_recorded_rows(study: ComparedRuns, record: ComparisonRecord, runs: dict[str, RunRecord]) -> None:
+def _add_recorded_rows(compared: ComparedRuns, record: ComparisonRecord, runs: dict[str, RunRecord]) -> None:
     """Add the rows of comparison.json, and remove their runs from `runs`."""
     for row in record.rows:
         shown, others = [], dict[str, list[RunRecord]]()
         for recorded in row.runs:
             run = runs.pop(recorded.folder, None)
             if run is None and recorded.state is RunState.FAILED:
-                study.rejected.append((recorded.folder, printable(recorded.reason, 600)))
+                compared.rejected.append((recorded.folder, printable(recorded.reason, 600)))
             elif run is not None and recorded.in_table:
                 shown.append(run)
             elif run is not None:
@@ -172,18 +172,18 @@ def _add_recorded_rows(study: ComparedRuns, record: ComparisonRecord, runs: dict
         if not shown and others:  # no setting is chosen yet
             shown = others.pop(_best_setting(others))
         if shown:
-            study.rows.append(ComparedRow(row.label, shown))
-        study.trials += [run for group in others.values() for run in group]
+            compared.rows.append(ComparedRow(row.label, shown))
+        compared.trials += [run for group in others.values() for run in group]
 
 
-def _add_rows_by_folder(study: ComparedRuns, runs: Mapping[str, RunRecord]) -> None:
+def _add_rows_by_folder(compared: ComparedRuns, runs: Mapping[str, RunRecord]) -> None:
     rows: dict[str, dict[str, list[RunRecord]]] = {}
     for name, run in runs.items():
         label, *setting = Path(name).parts[:-1]
         rows.setdefault(label, {}).setdefault("/".join(setting), []).append(run)
     for label, settings in rows.items():
-        study.rows.append(ComparedRow(label, settings.pop(_best_setting(settings))))
-        study.trials += [run for group in settings.values() for run in group]
+        compared.rows.append(ComparedRow(label, settings.pop(_best_setting(settings))))
+        compared.trials += [run for group in settings.values() for run in group]
 
 
 def _best_setting(settings: Mapping[str, Sequence[RunRecord]]) -> str:

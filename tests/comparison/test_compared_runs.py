@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from report_runs import METHODS, comparison, write_run
 
+from fedmll.comparison.compared_runs import read_compared_runs
 from fedmll.comparison.comparison_folder import RECORD_FILE
-from fedmll.comparison.finished_runs import read_compared_runs
 from fedmll.core.errors import ConfigError
 
 __all__ = ["comparison"]
