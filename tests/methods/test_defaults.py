@@ -202,6 +202,7 @@ DEFAULTS: dict[str, Rows] = {
         "strength": (0.4, "released code of FedMLP's comparison: γ"),
         "ramp": (2, "released code of FedMLP's comparison: 40 of 500 rounds, here 8 % of 20"),
         "scale": (3.0, "released code of FedMLP's comparison: σ(3 z)"),
+        "divergence": ("positive", "released code of FedLSR and of FedMLP's comparison: KLDivLoss of p alone"),
         "double_sigmoid": (False, "FedLSR: cross-entropy; true is the released code's"),
     },
     "fednoro": BY_SIZE

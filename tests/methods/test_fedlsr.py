@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders import same_bits
 from scipy.spatial.distance import jensenshannon
-from scipy.special import expit, logit
+from scipy.special import expit, logit, rel_entr
 from semi_builders import ANNOTATED, LABELS, learner_for
 
 from fedmll import run
@@ -19,9 +19,10 @@ from fedmll.testing import compute_loss, experiment, first_step, make_client_inf
 
 
 @pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("divergence", ["positive", "bernoulli"])
 @pytest.mark.parametrize("round", [1, 3, 9])
-def test_the_loss(double: bool, round: int) -> None:
-    options = {"ramp": 4, "scale": 2.0, "sharpening": 1.5, "double_sigmoid": double}
+def test_the_loss(double: bool, divergence: str, round: int) -> None:
+    options = {"ramp": 4, "scale": 2.0, "sharpening": 1.5, "double_sigmoid": double, "divergence": divergence}
     trainer, client = learner_for("fedlsr", client=LABELS, round=round, **options)
     client_round = start_round(trainer, client)
     step = first_step(trainer, client_round)
@@ -36,6 +37,8 @@ def test_the_loss(double: bool, round: int) -> None:
     bce = -np.where(LABELS[rows] == 1, np.log(taught), np.log(1 - taught)).mean()  # unknown is absent
     a, b = expit(2 * one), expit(2 * other)
     js = np.mean([jensenshannon([x, 1 - x], [y, 1 - y]) ** 2 for x, y in zip(a.flat, b.flat, strict=True)])
+    if divergence == "positive":
+        js = (rel_entr(a, (a + b) / 2) + rel_entr(b, (a + b) / 2)).mean() / 2
     expected = bce + 0.4 * min(round / 4, 1) * js
     assert compute_loss(trainer, client_round, step).item() == pytest.approx(expected, rel=1e-5)
 
@@ -50,9 +53,15 @@ def test_first_view_is_training_augment_and_second_is_the_option() -> None:
 
 
 def test_divergence_by_hand() -> None:
-    """p = ¼, q = ¾: H(½) − H(¼) = ln 2 − 0.562335."""
+    """p = ¼, q = ¾, m = ½: ½ (¼ ln ½ + ¾ ln 3/2) = ½ (−0.173287 + 0.304099) = 0.065406. p = 1, q = 0: ½ ln 2."""
     found = jensen_shannon(torch.tensor([0.25, 0.5, 1.0, 0.0]), torch.tensor([0.75, 0.5, 0.0, 0.0]))
-    assert found.tolist() == pytest.approx([0.693147 - 0.562335, 0, 0.693147, 0], abs=3e-5)
+    assert found.tolist() == pytest.approx([0.065406, 0, 0.346574, 0], abs=1e-5)
+
+
+def test_divergence_of_impossible_labels_has_a_finite_gradient() -> None:
+    p = torch.tensor([0.0, 1.0], requires_grad=True)
+    jensen_shannon(p, torch.tensor([0.0, 0.0])).sum().backward()
+    assert p.grad is not None and torch.isfinite(p.grad).all()
 
 
 def test_mixed_logits_are_exact_for_tiny_probabilities() -> None:

@@ -5,16 +5,20 @@ Every class is taught, and an unknown target counts as absent, as in FedAvg. z1 
 batch; λ ~ Beta(1, 1) is drawn for every batch:
   p = λ σ(z1) + (1 − λ) σ(z2), sharpened: p* = σ(2 logit p)
   loss = BCE(p*, y) + γ_t JS(σ(3 z1), σ(3 z2)),  γ_t = min(0.4 t / 40, 0.4)
-JS is computed for one Bernoulli variable per entry (sample and class). Both terms are means over batch × classes.
-training.augment is the first view. The paper's 40 of 500 rounds are 8 % of the rounds, unless `ramp` is given.
+  JS(p, q) = ½ [p log(p/m) + q log(q/m)], m = (p + q)/2
+Both terms are means over batch × classes. training.augment is the first view. The paper's 40 of 500 rounds are 8 % of
+the rounds, unless `ramp` is given.
 
+The paper's JS is over a softmax, where Σ_c p_c log(p_c/m_c) is the whole divergence. The comparison keeps these terms
+for sigmoids, and so does the default. They are 0 only if p = q, but they hardly notice a difference where both are near
+1. `divergence = "bernoulli"` adds the terms of 1 − p and 1 − q, which makes it the JS of Bernoulli variables.
 `self_regularisation = false` is FedAvg. `double_sigmoid` is BCE(σ(p*), y), as in the released code. The comparison
 leaves out the paper's entropy term (0.6), and so does this file.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +32,7 @@ from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.losses import EntrywiseLoss, UnknownAsNegative
 from fedmll.methods.parts.semi_supervised import Rounds, SecondView, published_share
 
-NEARLY = 1e-6  # probabilities are clamped to [NEARLY, 1 − NEARLY] before a logarithm
+NEARLY = 1e-6  # the smallest probability in JS
 RoundState = tuple[torch.Generator, Tensor | None]  # the generator of λ, the weights of the positives
 
 
@@ -45,6 +49,9 @@ class SelfRegularised(SecondView, EntrywiseLoss):
         strength: float = option(0.4, "the largest γ: weight of JS", ge=0)
         ramp: Rounds = option("auto", "number of rounds until γ is largest; auto: 8 % of the rounds")
         scale: float = option(3.0, "factor of the logits in JS (1/temperature)", gt=0)
+        divergence: Literal["positive", "bernoulli"] = option(
+            "positive", "JS of p alone, as in the released code, or of p and 1 − p"
+        )
         double_sigmoid: bool = option(False, "BCE of σ(p*), as in the released code")
 
     @classmethod
@@ -70,8 +77,10 @@ class SelfRegularised(SecondView, EntrywiseLoss):
         loss = self.task.experiment.training.loss
         entries = losses.entrywise(loss, logits, step.present[:count], weights)
         known = step.known[:count] if step.client_round.unknown_targets_taught else torch.ones_like(entries)
-        one, other = torch.sigmoid(self.options.scale * step.logits).split(count)
-        return (entries * known).mean() + self.gamma(step.client_round.number) * jensen_shannon(one, other).mean()
+        divergence = jensen_shannon(*torch.sigmoid(self.options.scale * step.logits).split(count))
+        if self.options.divergence == "bernoulli":
+            divergence = divergence + jensen_shannon(*torch.sigmoid(-self.options.scale * step.logits).split(count))
+        return (entries * known).mean() + self.gamma(step.client_round.number) * divergence.mean()
 
 
 def mixed_logits(one: Tensor, other: Tensor, share: float) -> Tensor:
@@ -85,13 +94,10 @@ def mixed_logits(one: Tensor, other: Tensor, share: float) -> Tensor:
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
-    """JS of Bernoulli variables, per entry, in nats: H((p+q)/2) − (H(p) + H(q))/2."""
-    return entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
-
-
-def entropy(p: Tensor) -> Tensor:
-    p = p.clamp(NEARLY, 1 - NEARLY)
-    return -(p * torch.log(p) + (1 - p) * torch.log1p(-p))
+    """½ [p log(p/m) + q log(q/m)] per entry, in nats."""
+    p, q = p.clamp(min=NEARLY), q.clamp(min=NEARLY)
+    middle = torch.log((p + q) / 2)
+    return (p * (torch.log(p) - middle) + q * (torch.log(q) - middle)) / 2
 
 
 class FedLSR(Method):
