@@ -211,6 +211,8 @@ DEFAULTS: dict[str, Rows] = {
         "distillation": (True, "FedNoRo"),
         "temperature": (0.8, "released code of FedMLP's comparison"),
         "strength": (0.8, "released code of FedMLP's comparison: w(T)"),
+        "ramp_start": (1, "released code of FedMLP's comparison: round 10 of 500, here 2 % of 20 (at least 1)"),
+        "teacher_view": ("same", "released code of FedNoRo and of FedMLP's comparison: the same images"),
     },
     "compose": {
         "head": ("linear", "ours"),
@@ -355,6 +357,7 @@ LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("fedlsr", "scale"): ([JUST, 5.0], [0]),
     ("fednoro", "temperature"): ([JUST, 5.0], [0]),
     ("fednoro", "strength"): ([0, 1], [-JUST, 1 + JUST]),
+    ("fednoro", "ramp_start"): ([0, 19], [-1, 20]),
     ("fed-ridge", "ridge"): ([JUST, 50.0], [0]),
     ("fed-ridge", "lift_width"): ([1, 4096], [0, 4097]),
     ("private-fedavg", "tuning_steps"): ([1, 900], [0]),
