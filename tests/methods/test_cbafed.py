@@ -37,15 +37,21 @@ def replies(trainer: Any, used: list[list[float]], sizes: list[float]) -> list[A
     ("used", "expected"),
     [
         ([50, 50, 50], [1 / 3 + 0.45] * 3),
-        ([60, 30, 10], [0.6 + 0.45 - 0.2054805, 0.55, 0.55]),  # std of (0.6, 0.3, 0.1) = 0.2054805
-        ([100, 0, 0], [0.95, 0.55, 0.55]),  # 1 + 0.45 − 0.4714 = 0.9786
-        ([1, 0, 0], [0.95, 0.55, 0.55]),  # a single label
+        ([60, 30, 10], [0.6 + 0.45 - 0.2516611, 0.55, 0.55]),  # std² = (0.2667² + 0.0333² + 0.2333²)/2 = 0.0633333
+        ([100, 0, 0], [1 + 0.45 - 0.5773503, 0.55, 0.55]),  # std² = (4/9 + 1/9 + 1/9)/2 = 1/3
+        ([1, 0, 0], [1 + 0.45 - 0.5773503, 0.55, 0.55]),  # a single label
         ([0, 0, 0], [0.55, 0.55, 0.55]),
     ],
 )
 def test_thresholds_by_hand(used: list[float], expected: list[float]) -> None:
     part = learner_for("cbafed").method.part(LabelsUsed)
     assert part.thresholds(torch.tensor(used, dtype=torch.float64)).tolist() == pytest.approx(expected)
+
+
+def test_one_class_has_no_spread() -> None:
+    part = learner_for("cbafed", highest=1.0, base=0.3).method.part(LabelsUsed)
+    assert part.thresholds(torch.tensor([9.0])).tolist() == [1.0]
+    assert part.thresholds(torch.tensor([0.0])).tolist() == pytest.approx([0.55])
 
 
 def test_initial_thresholds_are_those_of_equal_classes() -> None:
@@ -56,19 +62,19 @@ def test_initial_thresholds_are_those_of_equal_classes() -> None:
 
 
 def test_server_counts_labels_and_weights_the_average_by_them() -> None:
-    trainer = learner_for("cbafed")
+    trainer = learner_for("cbafed", first_stage=1, residual=False)
     told = replies(trainer, [[1.0, 0.5, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]], [40.0, 120.0, 10.0])
-    state, records = aggregate(trainer.method, trainer.method.initial_state(), told, 1)
+    state, records = aggregate(trainer.method, trainer.method.initial_state(), told, 2)
     assert records["labels_used"].tolist() == [40, 20, 60]
-    std = np.std([1 / 3, 1 / 6, 1 / 2])
+    std = np.std([1 / 3, 1 / 6, 1 / 2], ddof=1)
     expected = np.clip(np.array([1 / 3, 1 / 6, 1 / 2]) + 0.45 - std, 0.55, 0.95)
     np.testing.assert_allclose(state["labels-used/thresholds"], expected, rtol=1e-6)
     np.testing.assert_allclose(records["thresholds"], expected, rtol=1e-6)
     assert state["weights"][0].item() == pytest.approx((60 * 1 + 60 * 2 + 1 * 3) / 121)  # no labels: as if one
     plain = learner_for("cbafed", by_labels=False)
-    assert aggregate(plain.method, plain.method.initial_state(), told, 1)[0]["weights"][0].item() == pytest.approx(
-        310 / 170
-    )
+    for method, round in ((trainer.method, 1), (plain.method, 1), (plain.method, 2)):  # the first stage: by size
+        found, _ = aggregate(method, method.initial_state(), told, round)
+        assert found["weights"][0].item() == pytest.approx(310 / 170)
 
 
 def test_share_above_one_is_rejected() -> None:
@@ -83,10 +89,10 @@ def test_share_above_one_is_rejected() -> None:
 TAU = [0.52, 0.55, 0.53]
 
 
-@pytest.mark.parametrize("round", [1, 2])
-def test_loss_and_number_of_labels_used(round: int) -> None:
+@pytest.mark.parametrize(("round", "over"), [(1, "sum"), (2, "sum"), (2, "mean")])
+def test_loss_and_number_of_labels_used(round: int, over: str) -> None:
     """t1 = 1: the second round has pseudo labels."""
-    trainer, client = learner_for("cbafed", client=LABELS, round=round, first_stage=1)
+    trainer, client = learner_for("cbafed", client=LABELS, round=round, first_stage=1, over_classes=over)
     client_round = start_round(trainer, client, thresholds(TAU))
     rows, z = batch_of(client)
     labels, p, tau = LABELS[rows], expit(z), np.array(TAU)
@@ -95,7 +101,9 @@ def test_loss_and_number_of_labels_used(round: int) -> None:
     made = ~known & ((p > tau) | (p < 1 - tau))
     if round == 2:
         own = -np.where(p > 0.5, np.log(p), np.log(1 - p))
-        expected += np.mean([own[:, c][made[:, c]].mean() for c in range(3) if made[:, c].any()])
+        by_class = [own[:, c][made[:, c]].mean() for c in range(3) if made[:, c].any()]
+        assert len(by_class) > 1
+        expected += np.sum(by_class) if over == "sum" else np.mean(by_class)
         assert 0 < made.sum() < (~known).sum()
     assert compute_loss(trainer, client_round).item() == pytest.approx(expected, rel=1e-5)
     used = known.sum(0) + (made.sum(0) if round == 2 else 0)
@@ -133,21 +141,45 @@ def test_weighted_loss_gives_pseudo_positives_more_weight() -> None:
         label, at = p[missing[:, c], c] >= 0.5, p[missing[:, c], c]
         weight = len(label) / max(label.sum(), 1)  # (n⁰ + n⁺) / n⁺
         means.append(np.mean(np.where(label, -weight * np.log(at), -np.log(1 - at))))
-    assert found == pytest.approx(np.mean(means), rel=1e-5)
+    assert found == pytest.approx(np.sum(means), rel=1e-5)
 
 
-def test_residual_mixing_by_hand() -> None:
-    """Every second round; the second stage begins with round 6. The clients' model is the round's number."""
-    trainer = learner_for("cbafed", rounds=12, first_stage=5, every=2, early=0.2, late=0.5)
+def mixed(rounds: int, **options: Any) -> list[float]:
+    """The global model after each round, if the clients' model is the round's number."""
+    trainer = learner_for("cbafed", rounds=rounds + 1, **options)
     state, found = trainer.method.initial_state(), []
-    for round in range(1, 11):
+    for round in range(1, rounds + 1):
         model = trainer.weights.dump() | {"weights": torch.full_like(trainer.weights.vector, float(round))}
         reply = Message(model | {"labels-used/used": torch.ones(3)}, {"samples": 5.0})
         state, _ = aggregate(trainer.method, state, [(make_client_info(0, 3), reply)], round)
         found.append(state["weights"][0].item())
-    eighth = 0.5 * 8 + 0.5 * 6
-    assert found == pytest.approx([1, 2, 3, 0.2 * 4 + 0.8 * 2, 5, 6, 7, eighth, 9, 0.5 * 10 + 0.5 * eighth])
-    assert "residual/before" not in trainer.method.send(state, make_client_info(0, 3), 11).tensors
+    assert "residual/before" not in trainer.method.send(state, make_client_info(0, 3), rounds).tensors
+    return found
+
+
+def test_rounds_6_and_11_and_then_those_of_the_second_stage_are_mixed() -> None:
+    """The released code, with 12 rounds of the first stage instead of 50. Its rounds are counted from 0."""
+    expected, before = [], 0.0
+    for rnd in range(25):
+        w = float(rnd + 1)
+        if rnd < 12 and rnd % 5 == 0:
+            w = w if rnd == 0 else 0.2 * w + 0.8 * before
+            before = w
+        elif rnd >= 12 and (rnd - 12) % 5 == 0:
+            w = w if rnd == 12 else 0.5 * w + 0.5 * before
+            before = w
+        expected.append(w)
+    found = mixed(25, first_stage=12)
+    assert found == pytest.approx(expected)
+    assert [t for t, value in enumerate(found, 1) if value != t] == [6, 11, 18, 23]
+
+
+def test_residual_mixing_by_hand() -> None:
+    """Every second round. The second stage begins with round 6, which only stores its model, as round 1 does."""
+    found = mixed(10, first_stage=5, every=2, early=0.25, late=0.5)
+    third, eighth = 0.25 * 3 + 0.75 * 1, 0.5 * 8 + 0.5 * 6
+    fifth, tenth = 0.25 * 5 + 0.75 * third, 0.5 * 10 + 0.5 * eighth
+    assert found == pytest.approx([1, 2, third, 4, fifth, 6, 7, eighth, 9, tenth])
 
 
 def test_impossible_settings_are_refused() -> None:

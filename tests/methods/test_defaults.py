@@ -184,10 +184,11 @@ DEFAULTS: dict[str, Rows] = {
     "cbafed": BY_SIZE
     | {
         "pseudo_labels": (True, "CBAFed: class balanced adaptive thresholds"),
-        "by_labels": (True, "released code of FedMLP's comparison: by the labels used"),
+        "by_labels": (True, "released code of FedMLP's comparison: by the labels used, in the second stage"),
         "residual": (True, "CBAFed: residual weight connection"),
         "first_stage": (2, "released code of FedMLP's comparison: 50 of 500 rounds, here a tenth of 20"),
-        "base": (0.45, "released code of FedMLP's comparison"),
+        "base": (0.45, "released code of FedMLP's comparison; 0.6 in its supplementary Table 1"),
+        "over_classes": ("sum", "released code of FedMLP's comparison"),
         "lowest": (0.55, "released code of FedMLP's comparison"),
         "highest": (0.95, "released code of CBAFed and of FedMLP's comparison"),
         "every": (5, "released code of CBAFed and of FedMLP's comparison"),
