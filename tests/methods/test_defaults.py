@@ -105,6 +105,7 @@ DEFAULTS: dict[str, Rows] = {
     | {
         "distill": (1.0, "released code of FedVLS: λ"),
         "suppress": (0.005, "released code of FedVLS"),
+        "prior_shift": (True, "released code of FedVLS: cross-entropy of z + log π"),
     },
     "fedctran": CTRAN,
     "fedlgt": CTRAN

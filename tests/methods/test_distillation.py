@@ -93,44 +93,77 @@ def test_distilled_entries_do_not_count_as_absent(part: str) -> None:
     np.testing.assert_allclose(gradient[:, 1], pull / counted, atol=1e-6)
 
 
+def suppressed(targets: np.ndarray, classes: tuple[int, ...]) -> float:
+    """The term of the released code, a loop instead of tensors. Its one label per image is one of several here."""
+    positives = (targets == 1).sum(0)
+    share, total = positives / positives.sum(), 0.0
+    for c in classes:
+        terms = []
+        for label, z in zip(targets[:, c], LOGITS[:, c], strict=True):
+            if label >= 0:
+                terms.append(np.exp((z - np.log(share[c]) + np.log(1 / 4)) * (label == 0)))
+        total += share[c] * np.log(np.mean(terms))
+    return total
+
+
+def shifted_loss(targets: np.ndarray, priors: list[float], counted: np.ndarray) -> float:
+    p = sigmoid(LOGITS + np.log(priors) - np.log(1 - np.array(priors)))
+    return float(cross_entropy(p, targets == 1)[counted].mean())
+
+
 def test_fedvls_learns_vacant_classes_from_the_global_model() -> None:
     """Of b nothing is known, of d negatives alone: both are vacant, and d's negatives are in no loss."""
     loss, gradient, teacher = loss_at(*at_work(1, method__name="fedvls", method__distill=0.7, method__suppress=0.3))
     p, vacant = sigmoid(LOGITS), [1, 3]
     kept = (TARGETS >= 0) & ~np.isin(np.arange(4), vacant)
-    supervised = cross_entropy(p, TARGETS == 1)[kept].mean()
     g = teacher[:, vacant]
     divergence = (g * np.log(g / p[:, vacant]) + (1 - g) * np.log((1 - g) / (1 - p[:, vacant]))).mean()
-    share = np.array([1 / 3, 2 / 3])  # of the positives: one of a, two of c
-    held = [np.log(np.mean(np.exp(LOGITS[[2], 0]))), np.log(np.mean(np.exp(LOGITS[[0], 2])))]
-    assert loss == pytest.approx(supervised + 0.7 * divergence + 0.3 * share @ held, abs=1e-6)
+    # of the known targets of a one of two are positive, of c two of three
+    supervised = shifted_loss(TARGETS, [1 / 2, 0.5, 2 / 3, 0.5], kept)
+    assert loss == pytest.approx(supervised + 0.7 * divergence + 0.3 * suppressed(TARGETS, (0, 2)), abs=1e-6)
     np.testing.assert_allclose(gradient[:, vacant], 0.7 * (p[:, vacant] - g) / 6, atol=1e-6)
-    np.testing.assert_allclose(gradient[0, 2], p[0, 2] / kept.sum() + 0.3 * 2 / 3, atol=1e-6)
+    # c is absent in the first sample and present in two: exp(z − log 2/3 − log 4) of a sum with two times exp(0)
+    away = np.exp(0.5 - np.log(2 / 3 * 4))
+    shifted = sigmoid(np.array([0.5 + np.log(2)]))[0]
+    np.testing.assert_allclose(gradient[0, 2], shifted / 5 + 0.3 * 2 / 3 * away / (away + 2), atol=1e-6)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, 2.0])
-def test_suppression_is_the_log_mean_over_absent_entries(weight: float) -> None:
-    targets = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 1]])  # no class is vacant
-    loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", method__suppress=weight))
-    supervised = cross_entropy(sigmoid(LOGITS), targets == 1).mean()
-    held = [np.log(np.mean(np.exp(LOGITS[targets[:, c] == 0, c]))) for c in range(4)]
-    assert loss == pytest.approx(supervised + weight * np.mean(held), abs=1e-6)
+@pytest.mark.parametrize("shift", [True, False])
+def test_suppression_counts_samples_with_the_class_as_exp_0(weight: float, shift: bool) -> None:
+    targets = np.array([[1, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 1]])  # no class is vacant
+    options = {"method__suppress": weight, "method__prior_shift": shift}
+    loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", **options))
+    everything = np.ones_like(targets, dtype=bool)
+    supervised = shifted_loss(targets, [1 / 3, 1 / 3, 1 / 3, 2 / 3] if shift else [0.5] * 4, everything)
+    assert loss == pytest.approx(supervised + weight * suppressed(targets, (0, 1, 2, 3)), abs=1e-6)
 
 
 def test_class_that_is_present_everywhere_is_not_suppressed() -> None:
-    everywhere = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1]])  # a is absent nowhere
-    loss, _, _ = loss_at(*at_work(1, everywhere, method__name="fedvls", method__suppress=2.0))
+    everywhere = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1]])  # a is absent nowhere: log mean exp(0) = 0
+    options = {"method__suppress": 2.0, "method__prior_shift": False}
+    loss, gradient, _ = loss_at(*at_work(1, everywhere, method__name="fedvls", **options))
     supervised = cross_entropy(sigmoid(LOGITS), everywhere == 1).mean()
-    held = [np.log(np.mean(np.exp(LOGITS[everywhere[:, c] == 0, c]))) for c in (1, 2, 3)]
-    assert loss == pytest.approx(supervised + 2.0 / 6 * sum(held), abs=1e-6)
+    assert loss == pytest.approx(supervised + 2.0 * suppressed(everywhere, (1, 2, 3)), abs=1e-6)
+    np.testing.assert_allclose(gradient[:, 0], (sigmoid(LOGITS[:, 0]) - 1) / 12, atol=1e-6)
 
 
 def test_share_of_a_single_positive_is_one() -> None:
     targets = np.array([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
-    off = {"method__distill": 0.0, "method__suppress": 2.0}
+    off = {"method__distill": 0.0, "method__suppress": 2.0, "method__prior_shift": False}
     loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", **off))
     supervised = cross_entropy(sigmoid(LOGITS), targets == 1).mean()
-    assert loss == pytest.approx(supervised + 2.0 * np.log(np.mean(np.exp(LOGITS[1:, 0]))), abs=1e-6)
+    held = np.log((1 + np.exp(LOGITS[1:, 0] - np.log(4)).sum()) / 3)
+    assert loss == pytest.approx(supervised + 2.0 * held, abs=1e-6)
+
+
+def test_shift_of_a_class_that_is_nowhere_or_everywhere_is_finite() -> None:
+    """Three samples: its prior is at least 1/6 and at most 5/6; of b nothing is known."""
+    targets = np.array([[1, -1, 0, 0], [1, -1, 0, 1], [1, -1, 0, -1]])
+    off = {"method__distill": 0.0, "method__suppress": 0.0}
+    loss, gradient, _ = loss_at(*at_work(1, targets, method__name="fedvls", **off))
+    assert loss == pytest.approx(shifted_loss(targets, [5 / 6, 0.5, 1 / 6, 1 / 2], targets >= 0), abs=1e-6)
+    assert not gradient[:, 1].any()
 
 
 def test_a_client_without_any_positive_has_a_finite_loss() -> None:
@@ -141,7 +174,7 @@ def test_a_client_without_any_positive_has_a_finite_loss() -> None:
 
 OFF: dict[str, dict[str, Any]] = {
     "condist": {"method__first_weight": 0.0, "method__last_weight": 0.0},
-    "fedvls": {"method__distill": 0.0, "method__suppress": 0.0},
+    "fedvls": {"method__distill": 0.0, "method__suppress": 0.0, "method__prior_shift": False},
 }
 
 

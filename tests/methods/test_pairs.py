@@ -62,7 +62,7 @@ PAIRS: dict[str, Row] = {
     "fednova": Row(),
     "fedprox": Row(),
     "fedrdn": Row(frozen="pixels"),
-    "fedvls": Row(loss=taught_by("vacant-distillation")),
+    "fedvls": Row(loss=taught_by("prior-shifted")),
     "local-only": Row(),
     "private-fedavg": Row(etf=f"'by-label' {ROWS}"),
     "private-fedprox": Row(etf=f"'by-label' {ROWS}"),
