@@ -12,6 +12,7 @@ from conftest import small
 
 from fedmll import compare
 from fedmll.config.experiment import Experiment
+from fedmll.runs.run_folder import RunFolder
 
 METHODS = ("local-only", "fedprox:mu=0.1")
 COMPARISONS: list[Path] = []  # it is run once for all modules
@@ -61,7 +62,7 @@ def write_run(
             "classes": list(classes), "samples": {"train": 80, "validation": 10, "test": 10}, "seconds": 3.0,
             "bytes_up": 3e6, "bytes_down": 3e6, "metrics": metrics,
         }  # fmt: skip
-        (folder / "summary.json").write_text(json.dumps(summary))
+        RunFolder(folder).write_summary(summary)
     return folder
 
 

@@ -27,6 +27,7 @@ from fedmll.comparison.plan import Variant, cross_variants, parse_variant
 from fedmll.comparison.results import Comparison, ComparisonCell, main_table, margin_table
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import CheckpointError, ClientError, ConfigError, DataError
+from fedmll.runs.run_folder import RunFolder
 from fedmll.training.callbacks import Callback
 
 Score = Callable[[Experiment], float]
@@ -71,7 +72,7 @@ class FakeTraining:
             "rounds": 2, "clients": 4, "classes": ["a"], "samples": {"test": 2}, "seconds": 3.0, "metrics": metrics,
             "bytes_up": 1_000_000, "bytes_down": 4_000_000,
         }  # fmt: skip
-        (folder / "summary.json").write_text(json.dumps(summary))
+        RunFolder(folder).write_summary(summary)
 
     def runner(
         self, methods: str, seeds: list[int], vary: Any = None, tune: Any = None, **rest: Any

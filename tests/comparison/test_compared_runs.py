@@ -12,6 +12,7 @@ from report_runs import METHODS, comparison, write_run
 from fedmll.comparison.compared_runs import read_compared_runs
 from fedmll.comparison.comparison_folder import RECORD_FILE
 from fedmll.core.errors import ConfigError
+from fedmll.runs.formatting import to_checked_json
 
 __all__ = ["comparison"]
 
@@ -34,7 +35,7 @@ def write_record(folder: Path, rows: dict[str, list[dict]]) -> None:
         "notes": [],
         "done": True,
     }
-    (folder / RECORD_FILE).write_text(json.dumps(record))
+    (folder / RECORD_FILE).write_text(to_checked_json(record, indent=1))
 
 
 def test_a_comparison_has_its_rows_and_metrics(comparison: Path) -> None:
@@ -116,8 +117,8 @@ def test_unfinished_runs_are_named_with_a_reason(tmp_path: Path) -> None:
     assert missing["failed/seed-0"] == "failed: it diverged"
     assert missing["early/seed-0"] == "failed: no memory"
     assert missing["stopped/seed-0"] == "stopped: 2 of 3 rounds are done; it stopped: interrupted"
-    assert f"{cut / 'summary.json'} is damaged (Unterminated string" in missing["cut/seed-0"]
-    assert f"{incomplete / 'summary.json'} is damaged (it has no method)" in missing["incomplete/seed-0"]
+    assert f"{cut / 'summary.json'} is damaged (Expecting" in missing["cut/seed-0"]
+    assert f"{incomplete / 'summary.json'} is damaged (its checksum does not match)" in missing["incomplete/seed-0"]
     assert f"unreadable: {damaged / 'experiment.toml'} is not a TOML file" in missing["damaged/seed-0"]
     assert missing["fedprox-mu=9/seed-0"] == "failed: mu is too large", "it was rejected, and has no folder"
 

@@ -138,12 +138,17 @@ def test_changed_comparison_json_is_noticed(done: Path, tmp_path: Path, fedmll: 
     assert changed != record
     (out / "comparison.json").write_text(changed)
     said = fedmll("show", "grid")
-    assert said.code == 0 and "grid/comparison.json is damaged (it differs from what was written)" in said.out
+    assert said.code == 0 and "grid/comparison.json is damaged (its checksum does not match)" in said.out
     watch = Watch()
     asked(out, callback=watch)
     assert len(watch.warnings) == 1 and "It is kept as comparison.json.damaged-1" in watch.warnings[0]
     assert (out / "comparison.json.damaged-1").read_text() == changed
     assert json.loads((out / "comparison.json").read_text())["tables"] == json.loads(record)["tables"]
+    (out / "comparison.json").unlink()
+    asked(out, callback=watch)
+    assert watch.warnings[1:] == [
+        f"{out}/comparison.json is missing. It is written again without the earlier commands."
+    ]
 
 
 def test_git_commit_of_a_folder(tmp_path: Path) -> None:
@@ -367,9 +372,9 @@ def test_show_comparison_with_and_without_its_record(done: Path, tmp_path: Path,
     (out / "comparison.json").write_text("{ not JSON")
     said = fedmll("show", str(out))[1]
     assert "comparison.json is damaged" in said and "fedprox/method.mu=1.0" in said
-    (out / "comparison.json").unlink()  # as older versions left it
+    (out / "comparison.json").unlink()
     said = fedmll("show", str(out))[1]
-    assert "cannot be read" not in said and "2 of 2" in said and "±" in said
+    assert "comparison.json is missing" in said and "2 of 2" in said and "±" in said
 
 
 @pytest.mark.parametrize(
@@ -395,6 +400,15 @@ def test_damaged_files_are_named_by_show_and_report(
     code, out, error = fedmll("report", "grid")
     assert code == 0 and [line for line in error.splitlines() if name in line], error
     assert name in (tmp_path / "report.html").read_text()
+
+
+def test_run_of_the_table_that_is_gone_is_named(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
+    shutil.copytree(done, tmp_path / "grid")
+    (tmp_path / "grid" / "fedavg" / "seed-1" / "experiment.toml").unlink()
+    code, out, _ = fedmll("show", "grid")
+    assert code == 0 and "The run fedavg/seed-1 is in the table, but its folder is gone or has no experiment" in out
+    code, _, error = fedmll("report", "grid")
+    assert code == 0 and "fedavg/seed-1 unreadable: its folder is gone or has no experiment.toml" in error
 
 
 def test_runs_lists_all_runs_and_names_unreadable_ones(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
@@ -428,6 +442,7 @@ def test_run_of_a_missing_plugin_is_listed(done: Path, tmp_path: Path) -> None:
     shutil.copytree(done / "fedavg" / "seed-0", tmp_path / "run")
     file = tmp_path / "run" / "experiment.toml"
     file.write_text(file.read_text().replace('name = "fedavg"', 'name = "of-somebody"'))
+    RunFolder(file.parent).write_summary(RunFolder(file.parent).read_summary())
     (found,) = find_runs(tmp_path)
     assert (found.method, found.state, found.rounds_done, found.rounds) == ("of-somebody", "finished", 1, 1)
     assert found.main_metric.startswith("macro_auc ") and found.last_written[:2] == "20"

@@ -200,7 +200,7 @@ def test_thresholds_from_summed_histograms_equal_those_of_pooled_rows(tmp_path: 
         np.testing.assert_array_equal(found.thresholds, pooled.thresholds)
     nothing = {"a": site_histograms(np.zeros((2, 3, BINS), np.int32), {"test": ("a",)})}
     assert federated_evaluation.choose_common_thresholds(FederatedHistograms(("a", "b", "c"), nothing)) is None
-    federated_evaluation.write_site_metrics(tmp_path, FederatedHistograms(("a", "b", "c"), nothing), 0)
+    federated_evaluation.write_site_metrics(RunFolder(tmp_path), FederatedHistograms(("a", "b", "c"), nothing), 0)
     assert federated_evaluation.read_site_thresholds(tmp_path) == {}
     found = federated_evaluation.site_metrics_table(tmp_path)
     assert found is not None

@@ -219,7 +219,7 @@ def test_unusable_files_are_rejected_with_a_reason(ctran: Path, tmp_path: Path) 
         load_run(tmp_path)
     shutil.copytree(ctran, tmp_path / "half")
     (tmp_path / "half" / PREDICTIONS_FILE).write_bytes((ctran / PREDICTIONS_FILE).read_bytes()[:200])
-    with pytest.raises(DataError, match=r"cannot be read .* writes it again"):
+    with pytest.raises(DataError, match=r"predictions\.npz is damaged .* writes it again"):
         load_run(tmp_path / "half").predictions()
     (tmp_path / "half" / "summary.json").unlink()
     with pytest.raises(ConfigError, match="no finished run; continue"):

@@ -13,7 +13,7 @@ from conftest import small
 from safetensors.torch import load_file
 
 from fedmll import Callback, Experiment, resume, run
-from fedmll.core.errors import CheckpointError, ConfigError
+from fedmll.core.errors import CheckpointError, ConfigError, DataError
 
 
 class StopIn(Callback):
@@ -114,6 +114,9 @@ def test_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
         run(small(seed=1), tmp_path / "run")
     text = (tmp_path / "run" / "experiment.toml").read_text()
     (tmp_path / "run" / "experiment.toml").write_text(text.replace("seed = 0", "seed = 1"))
+    with pytest.raises(DataError, match=r"experiment\.toml is damaged .*delete summary\.json"):
+        resume(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="another experiment"):
         resume(tmp_path / "run")
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before

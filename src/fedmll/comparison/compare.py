@@ -154,8 +154,10 @@ def _earlier_commands(folder: ComparisonFolder, callback: Callback) -> list[dict
     try:
         record = folder.read_record()
     except DataError as error:
-        aside = files.move_damaged_file(folder.record_file)
-        callback.on_warning(f"{error} It is kept as {aside.name}, and written again without the earlier commands.")
+        kept = ""
+        if folder.record_file.is_file():
+            kept = f"kept as {files.move_damaged_file(folder.record_file).name}, and "
+        callback.on_warning(f"{error} It is {kept}written again without the earlier commands.")
         record = None
     return [] if record is None else record.commands
 

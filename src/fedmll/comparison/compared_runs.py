@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.comparison.comparison_folder import ComparisonFolder, ComparisonRecord
+from fedmll.comparison.comparison_folder import MISSING_RUN, ComparisonFolder, ComparisonRecord
 from fedmll.comparison.results import metric_value
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.text import printable
@@ -63,6 +63,7 @@ class ComparedRuns:
     rows: list[ComparedRow]
     trials: list[RunRecord] = field(default_factory=list)  # runs that only chose a setting of --tune: in no row
     rejected: list[tuple[str, str]] = field(default_factory=list)  # failed before they had a folder: name and reason
+    deleted: list[tuple[str, str]] = field(default_factory=list)  # finished, but no longer there: name and reason
     damaged_records: list[tuple[str, str]] = field(default_factory=list)  # folder of a comparison, and what happened
 
     @property
@@ -77,7 +78,7 @@ class ComparedRuns:
     def missing(self) -> list[tuple[str, str]]:
         """Runs that the metrics do not include: name and reason."""
         runs = [(run.name, f"{run.state}: {run.reason}") for run in [*self.runs, *self.trials] if not run.is_finished]
-        return runs + [(name, f"{RunState.FAILED}: {reason}") for name, reason in self.rejected]
+        return runs + [(name, f"{RunState.FAILED}: {reason}") for name, reason in self.rejected] + self.deleted
 
     @property
     def damaged(self) -> list[tuple[str, str]]:
@@ -108,6 +109,7 @@ def read_compared_runs(paths: Sequence[Path]) -> ComparedRuns:
         rows=rows,
         trials=[run for compared in studies for run in compared.trials],
         rejected=[run for compared in studies for run in compared.rejected],
+        deleted=[run for compared in studies for run in compared.deleted],
         damaged_records=[record for compared in studies for record in compared.damaged_records],
     )
     _check_not_empty(paths, whole)
@@ -159,6 +161,7 @@ def _order(folder: Path) -> list[tuple[int, str]]:
 
 def _add_recorded_rows(compared: ComparedRuns, record: ComparisonRecord, runs: dict[str, RunRecord]) -> None:
     """Add the rows of comparison.json, and remove their runs from `runs`."""
+    compared.deleted += [(folder, f"{RunState.UNREADABLE}: {MISSING_RUN}") for folder in record.missing_runs(runs)]
     for row in record.rows:
         shown, others = [], dict[str, list[RunRecord]]()
         for recorded in row.runs:

@@ -23,7 +23,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,19 +33,20 @@ import numpy as np
 from pydantic import BaseModel
 
 from fedmll.comparison.results import Comparison, ComparisonCell, ComparisonRow
-from fedmll.comparison.tables import write_tables
+from fedmll.comparison.tables import MARKDOWN_FILE, write_tables
 from fedmll.core import files
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.text import printable
 from fedmll.core.versions import UNINSTALLED, package_version
 from fedmll.evaluation.metric_definitions import HEADLINE, metrics_in
-from fedmll.runs.formatting import TextTable, mean_and_std, to_json
+from fedmll.runs.formatting import TextTable, from_checked_json, mean_and_std, to_checked_json
 from fedmll.runs.run_folder import DATA_FINGERPRINT_FILE, EXPERIMENT_FILE, LOCK_FILE, RunState
 from fedmll.runs.run_overview import RunRecord, find_runs
 
 RECORD_FILE = "comparison.json"
 PACKAGES = ("fedmll", "torch", "numpy", "scipy")  # whose versions are recorded
 GIT_SECONDS = 5
+MISSING_RUN = f"its folder is gone or has no {EXPERIMENT_FILE}"
 
 
 class RecordedRun(BaseModel):
@@ -77,6 +78,12 @@ class ComparisonRecord(BaseModel):
     tables: list[RecordedTable]
     notes: list[str]
     done: bool
+
+    def missing_runs(self, found: Iterable[str]) -> list[str]:
+        """Finished runs of the record that are not among the folders that were found."""
+        known = set(found)
+        runs = [run for row in self.rows for run in row.runs]
+        return [run.folder for run in runs if run.state is RunState.FINISHED and run.folder not in known]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +124,7 @@ class ComparisonFolder:
     # ---- writing
 
     def write(self, comparison: Comparison, commands: Sequence[dict[str, Any]]) -> None:
-        """Write the tables and the record."""
-        write_tables(comparison, self.path)
+        """Write the record and the tables."""
         record = {
             "commands": list(commands),
             "data": self._describe_data(comparison),
@@ -132,8 +138,8 @@ class ComparisonFolder:
             "tables": [{"header": header, "rows": rows} for header, rows in comparison.tables],
             "notes": comparison.notes,
         }
-        values = json.loads(to_json(record))
-        files.write_atomic(self.record_file, json.dumps(values | {"checksum": _checksum(values)}, indent=1) + "\n")
+        files.write_atomic(self.record_file, to_checked_json(record, indent=1))
+        write_tables(comparison, self.path)
 
     def _describe_row(self, row: ComparisonRow) -> dict[str, Any]:
         runs = [
@@ -158,7 +164,7 @@ class ComparisonFolder:
             except DataError:
                 continue  # `compare` has warned about the damaged file
             if fingerprints:
-                digest = _checksum(fingerprints)
+                digest = hashlib.blake2b(json.dumps(fingerprints, sort_keys=True).encode(), digest_size=16).hexdigest()
                 samples = {part: of_part["samples"] for part, of_part in fingerprints.items()}
                 described[digest] = {"name": cell.experiment.data.label, "digest": digest, "samples": samples}
         return list(described.values())
@@ -166,15 +172,14 @@ class ComparisonFolder:
     # ---- reading
 
     def read_record(self) -> ComparisonRecord | None:
-        """The record; None if there is none yet. DataError if it is damaged."""
+        """The record; None if there is none yet. DataError if it is damaged, or missing although there are tables."""
         if not self.record_file.is_file():
+            if (self.path / MARKDOWN_FILE).is_file():
+                raise DataError(f"{self.record_file} is missing.")
             return None
         try:
-            values = json.loads(self.record_file.read_bytes())
-            if values.pop("checksum", None) not in (None, _checksum(values)):
-                raise ValueError("it differs from what was written")
-            return ComparisonRecord.model_validate(values)
-        except (ValueError, AttributeError, RecursionError) as error:
+            return ComparisonRecord.model_validate(from_checked_json(self.record_file.read_bytes()))
+        except ValueError as error:
             raise DataError(f"{self.record_file} is damaged ({printable(error, 160)}).") from None
 
     def read_overview(self) -> ComparisonOverview:
@@ -188,7 +193,9 @@ class ComparisonFolder:
         try:
             if (record := self.read_record()) is not None:
                 tables = [(table.header, table.rows) for table in record.tables]
-                return ComparisonOverview(tables=tables, notes=record.notes, runs=runs)
+                missing = record.missing_runs(run.name for run in runs)
+                notes = [f"The run {folder} is in the table, but {MISSING_RUN}." for folder in missing]
+                return ComparisonOverview(tables=tables, notes=record.notes + notes, runs=runs)
         except DataError as error:
             notes = [f"{error} The table was made from the folders of the runs."]
         return ComparisonOverview(tables=[_table_of_runs(runs)], notes=notes, runs=runs)
@@ -197,10 +204,6 @@ class ComparisonFolder:
 def folder_name(label: str) -> str:
     """A label without the characters that a folder's name cannot have."""
     return label.replace(":", "-").replace("/", "-")
-
-
-def _checksum(values: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _cell_state(cell: ComparisonCell) -> RunState:

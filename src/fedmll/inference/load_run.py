@@ -76,16 +76,16 @@ class SavedRun:
     @property
     def has_model(self) -> bool:
         """False for methods that keep one model per client."""
-        return self.folder.has(MODEL_FILE)
+        return self.folder.should_have(MODEL_FILE)
 
     @cached_property
     def model(self) -> SavedModel:
-        if not self.has_model and self.folder.has(PREDICTIONS_FILE):
-            raise ConfigError(f"{self.folder.model_file} was deleted. `fedmll resume {self.path}` writes it again.")
         if not self.has_model:
             raise ConfigError(
                 f"The run in {self.path} has no common model: '{self.summary['method']}' keeps one model per client."
             )
+        if not self.folder.has(MODEL_FILE):
+            raise ConfigError(f"{self.folder.model_file} was deleted. `fedmll resume {self.path}` writes it again.")
         return load_model(self.folder.model_file, plugins=self.plugins)
 
     @property
@@ -115,7 +115,7 @@ class SavedRun:
     @property
     def test_predictions(self) -> Predictions | None:
         """None if there are none: the server of a real federation may have no test data."""
-        if not self.folder.has(PREDICTIONS_FILE):
+        if not self.folder.should_have(PREDICTIONS_FILE):
             return None
         predictions = self.predictions()
         return predictions if len(predictions) else None

@@ -55,6 +55,10 @@ class Predictions:
         return len(self.rows)
 
 
+class NoPredictions(DataError):
+    """The run had no data of this kind."""
+
+
 def sample_name(data: Dataset, sample: int) -> str:
     """The file of a sample of a dataset, or its index in the source."""
     row = int(data.rows[sample])
@@ -85,7 +89,7 @@ def read_predictions(file: Path, part: str = "test") -> Predictions:
         )
     arrays = _read_arrays(file, ("classes", f"{part}_"))
     if f"{part}_probabilities" not in arrays:
-        raise DataError(f"{file} has no predictions for {part} data: the run had no such data.")
+        raise NoPredictions(f"{file} has no predictions for {part} data: the run had no such data.")
     try:
         return Predictions(
             classes=tuple(map(str, arrays["classes"])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -95,6 +96,29 @@ def to_json(value: Any, indent: int | None = None) -> str:
         return None if isinstance(item, float) and not math.isfinite(item) else item
 
     return json.dumps(without_nan(value), indent=indent, allow_nan=False)
+
+
+def to_checked_json(values: Mapping[str, Any], indent: int) -> str:
+    """A JSON object with the key `checksum`: the SHA-256 of all other keys, for `from_checked_json`."""
+    content = json.loads(to_json(values))
+    return json.dumps(content | {"checksum": _checksum(content)}, indent=indent) + "\n"
+
+
+def from_checked_json(text: bytes) -> dict[str, Any]:
+    """The object that `to_checked_json` wrote, without its checksum; ValueError with the reason if it has changed."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    if content.pop("checksum", None) != _checksum(content):
+        raise ValueError("its checksum does not match")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 # ---- CSV. People open these files in spreadsheet programs, which execute a cell that looks like a formula. Names of

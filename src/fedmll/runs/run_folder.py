@@ -11,14 +11,19 @@ failed.json              why the run failed, if a comparison ran it
 model.safetensors        the model; only the finished run has this file and those below
 predictions.npz          probabilities for the test and validation data
 client_labels.npz        samples and annotated classes of each client
-summary.json             settings, costs and metrics; a run with this file is finished
 per_class.csv, per_client.csv   metrics of each class and of each client
+site_metrics.json        metrics of each site of a real federation, from the histograms of the sites
+summary.json             settings, costs and metrics; a run with this file is finished
+
+summary.json is written last. It has its own checksum and those of the other files that are read again, so that a
+finished run shows what was written or an error, never something else. Tensor files have checksums of their own.
 """
 
 from __future__ import annotations
 
 import csv
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -50,25 +55,26 @@ from fedmll.runs.array_files import (
     write_client_labels,
     write_predictions,
 )
-from fedmll.runs.formatting import dicts_to_csv, to_json, unescape_cell, write_csv
+from fedmll.runs.formatting import dicts_to_csv, from_checked_json, to_checked_json, to_json, unescape_cell, write_csv
 
 EXPERIMENT_FILE, DATA_FINGERPRINT_FILE, PLUGINS_FILE = "experiment.toml", "data_fingerprint.json", "plugins.json"
 METRICS_FILE, METRICS_CSV_FILE, LOG_FILE, LOCK_FILE = "metrics.jsonl", "metrics.csv", "log.txt", ".lock"
 FAILURE_FILE, SUMMARY_FILE, MODEL_FILE = "failed.json", "summary.json", "model.safetensors"
 PREDICTIONS_FILE, CLIENT_LABELS_FILE = "predictions.npz", "client_labels.npz"
-PER_CLASS_FILE, PER_CLIENT_FILE = "per_class.csv", "per_client.csv"
+PER_CLASS_FILE, PER_CLIENT_FILE, SITE_METRICS_FILE = "per_class.csv", "per_client.csv", "site_metrics.json"
 CHECKPOINT_FOLDER, CLIENT_STATE_FOLDER, RECORDS_FOLDER = "checkpoint", "client_state", "records"
 
 STOPPED_LINE = re.compile(r" ERROR stopped: (.*)$")  # the last line of the log of a run that ended with an error
 TEXT_COLUMNS = ("class", "client")  # of per_class.csv and per_client.csv; the other columns are numbers
 
-SUMMARY_TYPES: dict[str, Any] = {  # what every summary has
-    "method": str, "data": str, "seed": int, "round": int, "rounds": int, "clients": int, "classes": list,
-    "samples": dict, "seconds": int | float, "bytes_up": int | float, "bytes_down": int | float, "metrics": dict,
-}  # fmt: skip
+FILES_IN_SUMMARY = (  # whose checksums are in summary.json
+    EXPERIMENT_FILE, DATA_FINGERPRINT_FILE, PLUGINS_FILE, METRICS_FILE, PREDICTIONS_FILE, CLIENT_LABELS_FILE,
+    PER_CLASS_FILE, PER_CLIENT_FILE, SITE_METRICS_FILE,
+)  # fmt: skip
 FINGERPRINT_TYPES = {  # of each part of the data
     "samples": int, "shape": list, "classes": list, "present": list, "unknown": list, "labels": str, "images": str
 }  # fmt: skip
+RESTORE_ONLY = "Restore it from a copy."
 RESTORE = "Restore it from a copy. If you are sure that {}, delete it."
 
 MetricsRow = dict[str, Any]  # the numbers of one round
@@ -117,6 +123,10 @@ class RunFolder:
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
+
+    def should_have(self, name: str) -> bool:
+        """Whether the file exists, or existed when the run finished. Its reader then raises an error."""
+        return self.has(name) or name in self._recorded_checksums()
 
     @property
     def is_run(self) -> bool:
@@ -177,6 +187,7 @@ class RunFolder:
 
     def read_experiment_values(self) -> dict[str, Any]:
         """The values of experiment.toml as they are, without validation."""
+        self._check_experiment()
         return parse_toml(self.path / EXPERIMENT_FILE)
 
     def load_experiment(self, overrides: Mapping[str, Any] | None = None) -> Experiment:
@@ -184,6 +195,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} holds no run: it has no {EXPERIMENT_FILE}. Start one with `fedmll run --out {self.path}`."
             )
+        self._check_experiment()
         try:
             return Experiment.load(self.path / EXPERIMENT_FILE, overrides)
         except ConfigError as error:
@@ -196,6 +208,13 @@ class RunFolder:
             raise ConfigError(
                 f"{error} The run in {self.path} began with packages that are not installed: pip install {missing}."
             ) from None
+
+    def _check_experiment(self) -> None:
+        self._check(
+            EXPERIMENT_FILE,
+            f"Restore it from a copy. If you changed it on purpose, delete {SUMMARY_FILE}, which `fedmll resume "
+            f"{self.path}` writes again.",
+        )
 
     def write_experiment(self, experiment: Experiment) -> None:
         self._write(EXPERIMENT_FILE, experiment.to_toml())
@@ -250,12 +269,20 @@ class RunFolder:
 
     def read_metrics(self) -> list[MetricsRow]:
         """One row per round, without lines that cannot be read."""
+        self.check_metrics()
         return self.read_metrics_lines()[0]
+
+    def check_metrics(self) -> None:
+        """Raise DataError if the rows of a finished run have changed."""
+        self._check(
+            METRICS_FILE, f"Restore it from a copy, or keep the rows that it has now with `fedmll resume {self.path}`."
+        )
 
     def read_metrics_lines(self, required: Iterable[str] = ("round",)) -> tuple[list[MetricsRow], list[int]]:
         """The rows that can be read, and the numbers of the other lines, from 1 on.
 
-        A last line that a kill cut off is neither. `required` are names of numbers that every row has.
+        A last line that a kill cut off is neither. `required` are names of numbers that every row has. Nothing is
+        compared with a checksum.
         """
         rows: list[MetricsRow] = []
         damaged: list[int] = []
@@ -269,28 +296,40 @@ class RunFolder:
                     damaged.append(number)
         return rows, damaged
 
-    def recover_metrics(self, last_round: int) -> tuple[list[MetricsRow], str | None]:
+    def recover_metrics(self, last_round: int, checksum: str) -> tuple[list[MetricsRow], str | None]:
         """The rows up to a round, for a run that continues. Other rows are removed from the file.
+
+        Args:
+            last_round: the round of the checkpoint that the run continues from; 0 without one.
+            checksum: `metrics_checksum` when the checkpoint was written.
 
         Returns:
             The rows; and a warning if the file is damaged, which is then kept under another name.
         """
         path, warning = self.path / METRICS_FILE, None
         rows, damaged = self.read_metrics_lines(("round", "seconds", "bytes_up", "bytes_down"))
-        if damaged:
+        kept = [row for row in rows if row["round"] <= last_round and last_round]
+        if last_round and not self.has(METRICS_FILE):
+            warning = f"{path} is missing: the rows of the first {last_round} rounds are lost."
+        elif damaged or (last_round and _checksum(_format_rows(kept)) != checksum):
             copy = files.free_name_for_damaged(path)
             files.write_atomic(copy, path.read_bytes())
-            lines = f"line{'s' if len(damaged) > 1 else ''} {', '.join(map(str, damaged))}"
+            lines = f"line{'s' if len(damaged) > 1 else ''} {', '.join(map(str, damaged))} cannot be read"
             warning = (
-                f"{path} is damaged: {lines} cannot be read. The rows of all other rounds are kept, and the damaged "
-                f"file as {copy.name}. If you have a copy of the file, restore it after the run."
+                f"{path} is damaged: {lines if damaged else 'its checksum does not match'}. All rows that can be read "
+                f"are kept, and the damaged file as {copy.name}."
             )
-        kept = [row for row in rows if row["round"] <= last_round and last_round]
+        if warning is not None:
+            warning += " If you have a copy of the file, restore it after the run."
         self.write_metrics(kept)
         return kept, warning
 
+    def metrics_checksum(self) -> str:
+        """The SHA-256 of the rows so far, for a checkpoint."""
+        return files.checksum(self.path / METRICS_FILE)
+
     def write_metrics(self, rows: Iterable[MetricsRow]) -> None:
-        self._write(METRICS_FILE, "".join(to_json(row) + "\n" for row in rows))
+        self._write(METRICS_FILE, _format_rows(rows))
 
     def append_metrics(self, row: MetricsRow) -> None:
         """Add a row. On a full disk no part of it is written."""
@@ -318,6 +357,8 @@ class RunFolder:
 
     def read_records(self, *names: str, last: bool = False) -> dict[int, Tensors]:
         """Recorded tensors by round, in order: the rounds that have all of these names; with `last` the last one."""
+        for warning in self.check_records():
+            raise DataError(f"{warning} {RESTORE_ONLY}")
         records = dict[int, Tensors]()
         for path in sorted((self.path / RECORDS_FOLDER).glob("*.safetensors"), reverse=True):
             tensors = read_tensors(path)
@@ -326,6 +367,11 @@ class RunFolder:
             if last and records:
                 break
         return dict(reversed(records.items()))
+
+    def check_records(self) -> list[str]:
+        """One warning for each tensor file of a finished run that is missing."""
+        recorded = [name for name in self._recorded_checksums() if name.startswith(f"{RECORDS_FOLDER}/")]
+        return [f"{self.path / name} is missing." for name in recorded if not self.has(name)]
 
     @contextmanager
     def open_log(self) -> Iterator[logging.Logger]:
@@ -347,18 +393,47 @@ class RunFolder:
     # ---- the end of a run
 
     def read_summary(self) -> dict[str, Any]:
-        advice = f"`fedmll resume {self.path}` writes it again."
-        summary = self._read_json(SUMMARY_FILE, advice)
-        for key, kind in SUMMARY_TYPES.items():
-            if not isinstance(summary.get(key), kind):
-                reason = f"'{key}' has the wrong type" if key in summary else f"it has no {key}"
-                raise self._damaged(SUMMARY_FILE, reason, advice)
-        if not all(value is None or isinstance(value, int | float) for value in summary["metrics"].values()):
-            raise self._damaged(SUMMARY_FILE, "a metric is not a number", advice)
-        return summary
+        """The summary as it was written, without checksums."""
+        return {key: value for key, value in self._read_checked_summary().items() if key != "files"}
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        self._write(SUMMARY_FILE, to_json(summary, indent=2) + "\n")
+        """Write the summary, with the checksums of the files that the folder has now."""
+        checksums: dict[str, str | None] = {
+            name: files.checksum(self.path / name) for name in FILES_IN_SUMMARY if self.has(name)
+        }
+        tensor_files = [*self.path.glob(MODEL_FILE), *sorted((self.path / RECORDS_FOLDER).glob("*.safetensors"))]
+        checksums |= {path.relative_to(self.path).as_posix(): None for path in tensor_files}
+        self._write(SUMMARY_FILE, to_checked_json(summary | {"files": checksums}, indent=2))
+
+    def _read_checked_summary(self) -> dict[str, Any]:
+        try:
+            return from_checked_json((self.path / SUMMARY_FILE).read_bytes())
+        except ValueError as error:
+            raise self._damaged(SUMMARY_FILE, str(error), self._write_again) from None
+
+    def _recorded_checksums(self) -> dict[str, str | None]:
+        """The SHA-256 of each file of a finished run; None for a file with a checksum of its own.
+
+        Empty if the summary is damaged: commands report that when they read it.
+        """
+        try:
+            return dict(self._read_checked_summary()["files"]) if self.is_finished else {}
+        except DataError:
+            return {}
+
+    def _check(self, name: str, advice: str) -> None:
+        """Raise DataError if a file of a finished run is missing or has changed."""
+        checksum = self._recorded_checksums().get(name)
+        if checksum is None:
+            return
+        if not self.has(name):
+            raise DataError(f"{self.path / name} is missing. {advice}")
+        if files.checksum(self.path / name) != checksum:
+            raise self._damaged(name, f"its checksum in {SUMMARY_FILE} does not match", advice)
+
+    @property
+    def _write_again(self) -> str:
+        return f"`fedmll resume {self.path}` writes it again."
 
     def remove_summary(self) -> None:
         (self.path / SUMMARY_FILE).unlink(missing_ok=True)
@@ -399,12 +474,14 @@ class RunFolder:
 
     def read_predictions(self, part: str = "test") -> Predictions:
         """The stored predictions for the `test`, `validation` or `held_out` data, without calibration."""
+        self._check(PREDICTIONS_FILE, self._write_again)
         return read_predictions(self.predictions_file, part)
 
     def write_predictions(self, data: Federation, scores: Mapping[str, NDArray[np.float32]]) -> None:
         write_predictions(self.predictions_file, data, scores)
 
     def read_client_labels(self) -> ClientLabels:
+        self._check(CLIENT_LABELS_FILE, self._write_again)
         return read_client_labels(self.path / CLIENT_LABELS_FILE)
 
     def write_client_labels(self, data: Federation) -> None:
@@ -412,6 +489,7 @@ class RunFolder:
 
     def read_table(self, name: str) -> Table:
         """The rows of PER_CLASS_FILE or PER_CLIENT_FILE."""
+        self._check(name, self._write_again)
         try:
             with (self.path / name).open(newline="") as file:
                 rows = list(csv.DictReader(file))
@@ -420,16 +498,24 @@ class RunFolder:
                 for row in rows
             ]
         except (ValueError, AttributeError, csv.Error) as error:
-            raise self._damaged(name, str(error), f"`fedmll resume {self.path}` writes it again.") from None
+            raise self._damaged(name, str(error), self._write_again) from None
 
     def write_table(self, name: str, columns: dict[str, NDArray[Any]]) -> None:
         write_csv(self.path / name, columns)
+
+    def read_site_metrics(self) -> dict[str, Any] | None:
+        """The metrics of each site (see `training.federated_evaluation`); None for other runs."""
+        return self._read_json(SITE_METRICS_FILE, RESTORE_ONLY) if self.should_have(SITE_METRICS_FILE) else None
+
+    def write_site_metrics(self, metrics: dict[str, Any]) -> None:
+        self._write(SITE_METRICS_FILE, to_json(metrics, indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
         files.write_atomic(self.path / name, text)
 
     def _read_json(self, name: str, advice: str) -> dict[str, Any]:
         """The object in a JSON file. `advice` is the end of the error message for a damaged file."""
+        self._check(name, advice)
         try:
             content = json.loads((self.path / name).read_bytes())
         except (ValueError, RecursionError) as error:
@@ -451,6 +537,14 @@ def _parse_row(line: bytes, required: Iterable[str]) -> MetricsRow | None:
         return None
     numbers = all(value is None or isinstance(value, int | float) for value in row.values())
     return row if numbers and type(row["round"]) is int and None not in values else None
+
+
+def _format_rows(rows: Iterable[MetricsRow]) -> str:
+    return "".join(to_json(row) + "\n" for row in rows)
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _installed_plugins(experiment: Experiment) -> dict[str, dict[str, str]]:

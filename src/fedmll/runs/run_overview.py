@@ -22,7 +22,7 @@ from fedmll.core.errors import ConfigError, DataError, FedmllError
 from fedmll.core.text import printable
 from fedmll.evaluation.metric_definitions import HEADLINE, RUN_LIST, metrics_in
 from fedmll.evaluation.thresholds import best_thresholds
-from fedmll.runs.array_files import ClientLabels, Predictions
+from fedmll.runs.array_files import ClientLabels, NoPredictions, Predictions
 from fedmll.runs.formatting import TextTable, format_number
 from fedmll.runs.run_folder import (
     CLIENT_LABELS_FILE,
@@ -135,17 +135,18 @@ class RunRecord:
         )
 
     def _tune(self) -> NDArray[np.float64] | None:
-        with np.load(self.folder.predictions_file, allow_pickle=False) as opened:
-            samples = len(opened["validation_rows"]) if "validation_rows" in opened.files else 0
-        validation = self.folder.read_predictions("validation") if samples else None
-        return None if validation is None else best_thresholds(validation.probabilities, validation.targets)
+        try:
+            validation = self.folder.read_predictions("validation")
+        except NoPredictions:
+            return None
+        return best_thresholds(validation.probabilities, validation.targets) if len(validation) else None
 
     def _setting(self, section: str, key: str, default: Any) -> Any:
         values = self.experiment.get(section, {})
         return values.get(key, default) if isinstance(values, dict) else default
 
     def _read_if_there(self, name: str, read: Callable[[], T], default: T) -> T:
-        if not self.folder.has(name):
+        if not self.folder.should_have(name):
             return default
         try:
             return read()
@@ -169,11 +170,20 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
             raise DataError(f"{path / EXPERIMENT_FILE} is damaged ({printable(repr(error), 120)}).") from None
         run.rows, damaged = run.folder.read_metrics_lines()
         run.damaged += [f"line {number} of {METRICS_FILE} cannot be read" for number in damaged]
+        if not damaged:
+            _check_metrics(run)
         run.state, run.reason = _read_state(run)
     except DAMAGED_FILE_ERRORS as error:
         kind = "" if isinstance(error, FedmllError) else f"{type(error).__name__}: "
         run.state, run.reason = RunState.UNREADABLE, f"{kind}{printable(error, 600)}"
     return run
+
+
+def _check_metrics(run: RunRecord) -> None:
+    try:
+        run.folder.check_metrics()
+    except DataError as error:
+        run.damaged.append(str(error))
 
 
 def _read_state(run: RunRecord) -> tuple[RunState, str]:

@@ -19,7 +19,7 @@ from fedmll.core.message import Tensors
 from fedmll.core.tensor_files import DamagedFile, read_facts, read_tensors, write_tensors
 from fedmll.engines.client_state import KEPT, StateVersions
 
-FORMAT_VERSION = 5  # 5: one file
+FORMAT_VERSION = 6  # 6: with the checksum of metrics.jsonl
 BEST_PREFIX = "best/"  # of the best round's tensors in a checkpoint
 CHECKPOINT_FILES = "[0-9]*.safetensors"
 
@@ -31,6 +31,7 @@ class Checkpoint:
     fingerprint: str  # of the experiment
     best: dict[str, float] = field(default_factory=dict)  # round and value of the best validation so far
     client_states: dict[int, int] = field(default_factory=dict)  # client → the round of its state
+    metrics_checksum: str = ""  # of metrics.jsonl up to this round
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -40,6 +41,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         "fingerprint": checkpoint.fingerprint,
         "best": checkpoint.best,
         "client_states": checkpoint.client_states,
+        "metrics_checksum": checkpoint.metrics_checksum,
     }
     write_tensors(folder / f"{checkpoint.round:06d}.safetensors", checkpoint.state, facts)
     for path in sorted(folder.glob(CHECKPOINT_FILES))[:-KEPT]:
@@ -82,6 +84,7 @@ def load_checkpoint(
                 fingerprint=fingerprint,
                 best=facts["best"],
                 client_states=states,
+                metrics_checksum=facts["metrics_checksum"],
             )
             break
         except DamagedFile as error:

@@ -7,14 +7,12 @@ site_metrics.csv   the metrics of each site and class
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedmll.core import files
 from fedmll.core.errors import DataError
 from fedmll.evaluation.calibration import Reliability, reliability_from_histograms
 from fedmll.evaluation.histogram_metrics import (
@@ -27,9 +25,10 @@ from fedmll.evaluation.histograms import BINS, EDGES
 from fedmll.evaluation.metrics import mean_of_defined
 from fedmll.evaluation.ranking import Floats, Ints
 from fedmll.evaluation.thresholds import ThresholdChoice, choose_thresholds, confusion_at, parse_goal
-from fedmll.runs.formatting import format_number, to_json, write_csv
+from fedmll.runs.formatting import format_number, write_csv
+from fedmll.runs.run_folder import SITE_METRICS_FILE, RunFolder
 
-SITE_METRICS_FILE, SITE_METRICS_CSV_FILE = "site_metrics.json", "site_metrics.csv"
+SITE_METRICS_CSV_FILE = "site_metrics.csv"
 ALL_SITES = "(pooled)"  # no site can have this name
 SAME_ROWS = "thresholds were chosen on the same rows as the metrics (no site marks both validation and test)"
 MARGIN = 1.0  # in logits: 0.5 may become 0.27 or 0.73
@@ -76,7 +75,7 @@ def find_deciding_sites(histograms: FederatedHistograms) -> dict[str, str]:
     return found
 
 
-def write_site_metrics(out: Path, histograms: FederatedHistograms, seed: int) -> None:
+def write_site_metrics(out: RunFolder, histograms: FederatedHistograms, seed: int) -> None:
     common = choose_common_thresholds(histograms)
     classes = histograms.classes
     all_sites = _SiteMetrics(
@@ -105,9 +104,10 @@ def write_site_metrics(out: Path, histograms: FederatedHistograms, seed: int) ->
         "pooled": pooled,
         "sites": described,
     }
-    files.write_atomic(out / SITE_METRICS_FILE, to_json(content, indent=1) + "\n")
+    out.write_site_metrics(content)
     columns = [part.columns(name, classes) for name, part in parts.items()]
-    write_csv(out / SITE_METRICS_CSV_FILE, {key: np.concatenate([each[key] for each in columns]) for key in columns[0]})
+    table = {key: np.concatenate([each[key] for each in columns]) for key in columns[0]}
+    write_csv(out.path / SITE_METRICS_CSV_FILE, table)
 
 
 def read_site_thresholds(folder: Path) -> dict[str, dict[str, Any]]:
@@ -226,12 +226,10 @@ def _with_interval(mean: dict[str, float | None], metric: str) -> str:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    path = folder / SITE_METRICS_FILE
-    if not path.is_file():
-        return None
+    content = RunFolder(folder).read_site_metrics()
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        _ = content["pooled"]["mean"], content["sites"].items(), content["classes"]
-    except (ValueError, TypeError, KeyError, AttributeError):
+        _ = content and (content["pooled"]["mean"], content["sites"].items(), content["classes"])
+    except (TypeError, KeyError, AttributeError):
+        path = folder / SITE_METRICS_FILE
         raise DataError(f"{path}, with the metrics of each site, cannot be read. Restore it from a copy.") from None
     return content

@@ -129,7 +129,7 @@ def train(
         folder.remove_partial_files()
         try:
             folder.check_data(data.fingerprints)
-            for text in folder.check_plugins(data.experiment):
+            for text in [*folder.check_plugins(data.experiment), *folder.check_records()]:
                 log.warning(text)
                 callback.on_warning(text)
             if before is not None:
@@ -156,8 +156,7 @@ def _save_changed_experiment(folder: RunFolder, before: Experiment, experiment: 
             f"{key} = {value} was set from {before.training.rounds} rounds and stays; a run of {rounds} rounds from "
             f"the start would have {from_start}, and another result."
         )
-    if rounds != before.training.rounds:
-        folder.remove_summary()  # first: a kill must not leave a finished run with the wrong number of rounds
+    folder.remove_summary()  # first: a kill must not leave a finished run with another experiment
     folder.write_experiment(experiment)
 
 
@@ -196,14 +195,15 @@ class _TrainingLoop:
         )
         for text in warnings:
             self._warn(text)
-        state, last = self.engine.initial_state(), 0
+        state, last, checksum = self.engine.initial_state(), 0, ""
         if checkpoint is not None:
             last, self.best, saved = checkpoint.round, checkpoint.best, checkpoint.state
+            checksum = checkpoint.metrics_checksum
             self.best_tensors = {k.removeprefix(BEST_PREFIX): t for k, t in saved.items() if k.startswith(BEST_PREFIX)}
             state = without_best_model(saved)
             self.engine.client_states.latest = dict(checkpoint.client_states)
         self.engine.client_states.keep_only(self._referenced_client_states())
-        self.rows, warning = self.folder.recover_metrics(last)
+        self.rows, warning = self.folder.recover_metrics(last, checksum)
         if warning is not None:
             self._warn(warning)
         return state, last + 1
@@ -273,6 +273,7 @@ class _TrainingLoop:
             fingerprint=self.experiment.fingerprint(),
             best=self.best,
             client_states=client_states.latest,
+            metrics_checksum=self.folder.metrics_checksum(),
         )
         save_checkpoint(self.folder.checkpoint_folder, checkpoint)
         if number == self.experiment.training.rounds:
@@ -298,8 +299,9 @@ class _TrainingLoop:
         return result
 
     def _write_result(self, data: Federation, message: Message, evaluation: Evaluation, model_round: int) -> Result:
-        """Write the model, its predictions, the summary and tables. A run with a summary is finished."""
+        """Write the model, its predictions, tables and the summary. A run with a summary is finished."""
         folder, trainer, experiment = self.folder, self.engine.trainer, data.experiment
+        folder.remove_summary()  # of a finished run: its checksums are those of the old files
         weights = trainer.named(message)
         if not trainer.method.has("local-models"):
             scores = evaluation.scores.get("validation")
@@ -313,11 +315,9 @@ class _TrainingLoop:
         if evaluation.scores:
             folder.write_predictions(data, evaluation.scores)
         if evaluation.histograms is not None:
-            federated_evaluation.write_site_metrics(folder.path, evaluation.histograms, experiment.seed)
+            federated_evaluation.write_site_metrics(folder, evaluation.histograms, experiment.seed)
         folder.write_metrics_csv(self.rows)
         folder.write_client_labels(data)
-        summary = self._build_summary(data, evaluation, model_round)
-        folder.write_summary(summary)
         per_class = {"class": np.array(data.test.classes), **evaluation.report.per_class}
         folder.write_table(PER_CLASS_FILE, per_class)
         per_client: dict[str, NDArray[Any]] = {}
@@ -325,6 +325,8 @@ class _TrainingLoop:
             table = evaluation.clients.table
             per_client = table | {"client": np.array(data.names)[table["client"]]}
             folder.write_table(PER_CLIENT_FILE, per_client)
+        summary = self._build_summary(data, evaluation, model_round)
+        folder.write_summary(summary)
         return Result(
             experiment=experiment,
             folder=folder.path,
