@@ -32,6 +32,7 @@ from fedmll.reports.curves import curve_columns, learning_curves
 from fedmll.reports.html_report import compare_settings, count_of, describe_runs
 from fedmll.reports.result_table import result_table
 from fedmll.runs.array_files import Predictions, read_client_labels, read_predictions
+from fedmll.runs.run_folder import RunFolder
 
 __all__ = ["comparison"]
 
@@ -249,6 +250,7 @@ def test_the_description_of_a_study(tmp_path: Path) -> None:
     )
     site = write_run(tmp_path / "server" / "run", metrics={"sites_map": 27.0})
     (site / "experiment.toml").write_text((site / "experiment.toml").read_text().replace('"pets"', '"none"'))
+    RunFolder(site).write_summary(RunFolder(site).read_summary())
     assert describe_runs(read_compared_runs([site])).replace("\N{NO-BREAK SPACE}", " ") == (
         "The method fedavg was run on the data of the sites with seed 0. The data has two classes and 80 training, 10 "
         "validation and 10 test samples. It is held by two sites. Training: three rounds. mAP, mean of the sites: "

@@ -24,6 +24,7 @@ from fedmll.reports import chart_drawing, html_report, result_table
 from fedmll.reports.figure import ReportFigure
 from fedmll.reports.figures import image_sheets
 from fedmll.reports.html_report import data_url, write_report
+from fedmll.runs.run_folder import RunFolder
 
 __all__ = ["comparison"]
 
@@ -225,6 +226,7 @@ def test_images_are_shown_on_request_if_the_data_is_unchanged(fedmll, comparison
     shutil.copytree(run, tmp_path / "gone")
     toml = (tmp_path / "gone" / "experiment.toml").read_text()
     (tmp_path / "gone" / "experiment.toml").write_text(toml.replace("limit = 240", "limit = 200"))
+    RunFolder("gone").write_summary(RunFolder("gone").read_summary())
     code, _, error = fedmll("report", "gone", "--images", "--out", "without.html")
     assert code == 0 and "images of the data are not shown: The data differs from what the run" in error
     assert not any(title in (tmp_path / "without.html").read_text() for title in WITH_IMAGES)
