@@ -174,6 +174,7 @@ DEFAULTS: dict[str, Rows] = {
     | {
         "relations": (True, "FedIRM: inter-client relation matching"),
         "consistency": (True, "FedIRM: mean teacher at the clients"),
+        "both_views": (True, "released code of FedIRM and of FedMLP's comparison: the sum of two cross-entropies"),
         "first_stage": (1, "released code of FedMLP's comparison: 20 of 500 rounds, here 4 % of 20"),
         "ramp": (1, "released code of FedMLP's comparison: 30 of 500 rounds, here 6 % of 20"),
         "temperature": (2.0, "released code of FedMLP's comparison: T"),

@@ -10,13 +10,22 @@ import pytest
 import torch
 from builders import same_bits
 from scipy.special import expit, rel_entr
-from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, logits_of, stopped_and_resumed
+from semi_builders import ANNOTATED, LABELS, batch_of, learner_for, stopped_and_resumed
 
 from fedmll import run
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.methods.fedirm import RelationMatching, relations, symmetric_divergence
-from fedmll.testing import aggregate, compute_loss, experiment, make_client_info, make_reply, start_round
+from fedmll.testing import (
+    aggregate,
+    compute_loss,
+    experiment,
+    first_step,
+    make_client,
+    make_client_info,
+    make_reply,
+    start_round,
+)
 
 TOLD = torch.tensor([[0.9, 0.2, 0.4], [0.3, 0.8, 0.5], [0.1, 0.6, 0.7]])
 
@@ -35,15 +44,13 @@ def test_relations_by_hand() -> None:
     np.testing.assert_allclose(relations(sums, counts, 2.0), [[expit(1.5), expit(-0.5)], [0.5, 0.5]], rtol=1e-6)
 
 
-def test_divergence_is_that_of_bernoulli_variables() -> None:
+def test_divergence_by_hand() -> None:
+    """½ (0.2 ln 0.2/0.6 + 0.6 ln 0.6/0.2) = ½ · 0.4 ln 3; equal values: 0; ½ (0.9 ln 9 − 0.1 ln 9) = 0.4 ln 9."""
     p, q = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.6, 0.5, 0.1])
-
-    def kl(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return np.asarray(rel_entr(a, b) + rel_entr(1 - a, 1 - b))
-
+    assert symmetric_divergence(p, q).tolist() == pytest.approx([0.2 * np.log(3), 0, 0.4 * np.log(9)], rel=1e-5)
     a, b = p.double().numpy(), q.double().numpy()
-    np.testing.assert_allclose(symmetric_divergence(p, q), (kl(a, b) + kl(b, a)) / 2, rtol=1e-5, atol=1e-7)
-    assert symmetric_divergence(torch.tensor(1.0), torch.tensor(0.0)).item() == pytest.approx(np.log(1e6), rel=1e-2)
+    np.testing.assert_allclose(symmetric_divergence(p, q), (rel_entr(a, b) + rel_entr(b, a)) / 2, rtol=1e-5, atol=1e-7)
+    assert symmetric_divergence(torch.tensor(1.0), torch.tensor(0.0)).item() == pytest.approx(0.5 * np.log(1e6))
 
 
 @pytest.mark.parametrize("round", [1, 2, 3])
@@ -98,7 +105,7 @@ def test_implausible_reply_is_rejected(key: str, tensor: torch.Tensor) -> None:
     assert key in str(trainer.method.find_problem(asked, reply, 1))
 
 
-def test_confident_samples_of_the_teacher() -> None:
+def test_confident_samples() -> None:
     part = part_of(learner_for("fedirm"))
     p = torch.tensor([[0.95, 0.05, 0.99], [0.95, 0.31, 0.99], [0.71, 0.29, 0.29], [1.0, 0.0, 1.0], [0.95, 0.69, 0.99]])
     assert part.confident(p).tolist() == [True, False, False, True, False]  # the third: an entropy of 0.60
@@ -106,47 +113,113 @@ def test_confident_samples_of_the_teacher() -> None:
     assert loose.confident(p).tolist() == [True, False, True, True, False]
 
 
+def divergence_of_the_comparison(outputs: np.ndarray, sure: np.ndarray, votes: tuple[bool, ...]) -> float:
+    """Of the released code: F.kl_div with 'batchmean' in both directions, halved, of all C rows."""
+    labels = (expit(outputs) > 0.5) & sure[:, None]
+    total = 0.0
+    for c in range(3):
+        logits = outputs[labels[:, c]].mean(0) if labels[:, c].any() else np.zeros(3)
+        q, p = expit(logits / 2), TOLD[c].double().numpy()
+        total += votes[c] * 0.5 * (rel_entr(p, q).sum() + rel_entr(q, p).sum())
+    return total / 3
+
+
 @pytest.mark.parametrize("round", [3, 5, 9])
 @pytest.mark.parametrize(("relating", "consistent"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("votes", [(True, True, True), (True, False, True)])
-def test_the_loss(round: int, relating: bool, consistent: bool, votes: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("both", [True, False])
+def test_the_loss(round: int, relating: bool, consistent: bool, votes: tuple[bool, ...], both: bool) -> None:
     trainer, client = learner_for(
-        "fedirm", client=LABELS, round=round, first_stage=2, ramp=6, view="none", confidence=0.55, entropy=0.6,
-        relations=relating, consistency=consistent,
+        "fedirm", client=LABELS, round=round, first_stage=2, ramp=6, view="weak" if both else "none", confidence=0.51,
+        entropy=0.68, relations=relating, consistency=consistent, both_views=both,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(9)
-    teacher = trainer.weights.vector + 0.1 * torch.randn(trainer.weights.vector.shape, generator=generator)
+    vector = trainer.weights.vector.clone()
+    teacher = vector + 0.1 * torch.randn(vector.shape, generator=generator)
     client_round = start_round(trainer, client, sent(votes), {"relation-matching/teacher": teacher})
     assert client_round.unknown_targets_taught
-    rows, z = batch_of(client)
-    labels, p, theirs = LABELS[rows], expit(z), expit(logits_of(trainer, client, teacher)[rows])
-    known = labels >= 0
-    expected = -np.where(labels == 1, np.log(p), np.log(1 - p))[known].mean()
+    step = first_step(trainer, client_round)
+    rows, count = step.batch.rows.numpy(), len(step.batch)
+    assert len(step.images) == (12 if both else 6)
+    with torch.no_grad():
+        z = trainer.model(step.images).double().numpy()
+        trainer.weights.vector.copy_(teacher)
+        theirs = expit(trainer.model(step.images[-count:]).double().numpy())
+        trainer.weights.vector.copy_(vector)
+    labels, known = LABELS[rows], LABELS[rows] >= 0
+    supervised = [np.logaddexp(0, np.where(labels == 1, -own, own))[known].mean() for own in np.split(z, 1 + both)]
+    assert not both or not np.isclose(*supervised)
+    outputs, p = z[:count], expit(z[:count])
     weight, extra = np.exp(-5 * (1 - min(round, 6) / 6) ** 2), 0.0
     if consistent:
-        extra += ((p - theirs) ** 2).sum(1).mean()
-    entropy = -(theirs * np.log(theirs) + (1 - theirs) * np.log(1 - theirs)).mean(1)
-    sure = ((theirs > 0.55) | (theirs < 0.45)).all(1) & (entropy < 0.6)
+        extra += ((p - theirs) ** 2).sum() / count
+    entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p)).mean(1)
+    sure = ((p > 0.51) | (p < 0.49)).all(1) & (entropy < 0.68)
     assert 0 < sure.sum() < len(rows)
-    present = np.where(known, labels == 1, theirs > 0.5) & sure[:, None]
-    distances = []
-    for c in range(3):
-        if present[:, c].any() and votes[c]:
-            row, other = expit(z[present[:, c]].mean(0) / 2), TOLD[c].double().numpy()
-            both = [rel_entr(a, b) + rel_entr(1 - a, 1 - b) for a, b in ((row, other), (other, row))]
-            distances.append(0.5 * (both[0] + both[1]).mean())
     if relating:
-        assert distances
-        extra += np.mean(distances)
-    assert compute_loss(trainer, client_round).item() == pytest.approx(expected + weight * extra, rel=1e-5)
+        extra += divergence_of_the_comparison(outputs, sure, votes)
+    assert compute_loss(trainer, client_round, step).item() == pytest.approx(sum(supervised) + weight * extra, rel=1e-5)
 
 
-def test_without_confident_samples_or_received_relations_there_is_no_relation_loss() -> None:
+def test_relations_are_those_of_the_model_itself_also_for_known_classes() -> None:
+    """Nothing depends on the labels of the batch, nor on the teacher."""
     found = []
-    for options, message in (({"entropy": 1e-9}, sent()), ({}, None), ({"relations": False}, sent())):
-        trainer, client = learner_for("fedirm", client=LABELS, round=3, first_stage=2, view="none", **options)
+    for labels, teacher in ((LABELS, 0.0), (1 - LABELS.clip(0), 0.0), (LABELS, 0.1)):
+        trainer, client = learner_for(
+            "fedirm", client=LABELS, round=9, first_stage=2, confidence=0.51, entropy=0.69, consistency=False
+        )
+        client = make_client(trainer, labels, round=9)
+        client_round = start_round(
+            trainer, client, sent(), {"relation-matching/teacher": trainer.weights.vector + teacher}
+        )
+        step = first_step(trainer, client_round)
+        part = part_of(trainer)
+        found.append(part.loss(step, client_round.round_states[part.name]))
+    assert found[0].item() == found[1].item() == found[2].item() > 0
+
+
+def test_relations_are_matched_by_their_gradient() -> None:
+    """Steps along it bring the relations of a batch to those that were received."""
+    part = part_of(learner_for("fedirm", confidence=0.5, entropy=0.7, temperature=1.0))
+    logits = torch.tensor([[2.0, -1.0, -2.0], [-1.0, 2.0, -1.0], [-2.0, -2.0, 2.0]], requires_grad=True)
+    received = {"relations": expit(np.eye(3) * 3 - 1), "votes": np.ones(3, dtype=bool)}
+    told = {name: torch.tensor(value).float() for name, value in received.items()}
+    before = part.mismatch(logits, told).item()
+    optimizer = torch.optim.SGD([logits], lr=0.5)
+    for _ in range(500):
+        optimizer.zero_grad()
+        part.mismatch(logits, told).backward()
+        optimizer.step()
+    assert part.mismatch(logits, told).item() < 0.001 < before
+    np.testing.assert_allclose(torch.sigmoid(logits.detach()), told["relations"], atol=0.02)
+
+
+def test_without_received_relations_there_is_no_relation_loss() -> None:
+    found = []
+    for options, message in (({}, None), ({"relations": False}, sent()), ({}, sent())):
+        trainer, client = learner_for("fedirm", client=LABELS, round=3, first_stage=2, **options)
         found.append(compute_loss(trainer, start_round(trainer, client, message)).item())
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] != found[2]
+
+
+def test_without_confident_samples_all_rows_are_one_half_and_have_no_gradient() -> None:
+    trainer, client = learner_for("fedirm", client=LABELS, round=9, first_stage=2, entropy=1e-9, consistency=False)
+    client_round = start_round(trainer, client, sent())
+    step, part = first_step(trainer, client_round), part_of(trainer)
+    loss = part.loss(step, client_round.round_states[part.name])
+    told = TOLD.double().numpy()
+    assert loss is not None
+    assert loss.item() == pytest.approx(0.5 * (rel_entr(told, 0.5) + rel_entr(0.5, told)).sum() / 3, rel=1e-5)
+    (gradient,) = torch.autograd.grad(loss, step.logits)
+    assert not gradient.any()
+
+
+def test_both_views_are_taught_in_the_first_stage_too() -> None:
+    trainer, client = learner_for("fedirm", client=LABELS, round=1, first_stage=2, view="none")
+    rows, z = batch_of(client)
+    labels, known = LABELS[rows], LABELS[rows] >= 0
+    one = np.logaddexp(0, np.where(labels == 1, -z, z))[known].mean()
+    assert compute_loss(trainer, start_round(trainer, client)).item() == pytest.approx(2 * one, rel=1e-5)
 
 
 def test_decay_of_the_teacher_grows_and_the_teacher_is_kept() -> None:
@@ -190,7 +263,7 @@ def test_resolved_schedule_of_a_short_run_is_recorded() -> None:
 def test_all_switches_off_is_fedavg_pl_and_each_switch_has_an_effect() -> None:
     sure = ANNOTATED | {"method__confidence": 0.5, "method__entropy": 0.7, "method__first_stage": 1}
     parent = run(experiment(method__name="fedavg-pl", **ANNOTATED)).weights
-    off = {"method__relations": False, "method__consistency": False}
+    off = {"method__relations": False, "method__consistency": False, "method__both_views": False}
     without = run(experiment(method__name="fedirm", **off, **sure))
     assert same_bits(without.weights, parent)
     for name in off:

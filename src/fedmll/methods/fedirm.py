@@ -1,19 +1,25 @@
 """FedIRM — Liu, Yang, Dou and Heng, "Federated Semi-supervised Medical Image Classification via Inter-client Relation
 Matching", MICCAI 2021; adapted to missing classes as in the comparison of FedMLP (Sun et al., 2024).
 
-Rounds 1 … 20   BCE over the known entries. In the last of them, and in all later ones, a client sends its class
-                relations R: row i = σ(mean logits of the samples in which class i is known to be present / T), T = 2,
-                over the round's training batches. The server averages row i by size over the clients that sent it.
-later rounds    + w(t) [ the mean over the batch of Σ_c (p_c − p'_c)² + KL(R', R) ], w(t) = exp(−5 (1 − min(t, 30)/30)²)
-                p'  the prediction of the client's own EMA teacher for a second view. The decay after the teacher's
-                    t-th step, counted from 0, is min(1 − 1/(t+1), 0.99).
-                R'  the relations of the batch, with the teacher's labels (p' > ½) for unknown targets. Only samples
-                    with confident teacher labels count: every p' > 0.7 or < 0.3, and a mean entropy of the classes
-                    < 0.25 nats (a sum of 2 for the 8 classes of the comparison).
-                KL  symmetric, between Bernoulli variables, one per entry of R; the mean over the rows that both have.
+all rounds      BCE over the known entries of two views of every image, summed over the views
+from round 20   a client sends its class relations R: row i = σ(mean logits of the samples in which class i is known to
+                be present / T), T = 2, over the first views of the round's training batches. The server averages row i
+                by size over the clients that sent it: P.
+from round 21   + w(t) [ the mean over the batch of Σ_c (p_c − p'_c)² + KL(P, Q) ], w(t) = exp(−5 (1 − min(t, 30)/30)²)
+                p   the model's prediction for the first view
+                p'  that of the client's own EMA teacher for the second view. The decay after the teacher's t-th step,
+                    counted from 0, is min(1 − 1/(t+1), 0.99).
+                Q   the relations of the batch, with the model's own labels (p > ½) for all classes, known or not. Only
+                    confident samples count: every p > 0.7 or < 0.3, and a mean entropy of the classes < 0.25 nats (a
+                    sum of 2 for the 8 classes of the comparison). A class without such a sample has ½ in its row.
+                KL  1/C Σ_ij ½ [P_ij log(P_ij/Q_ij) + Q_ij log(Q_ij/P_ij)] over all C rows
 
-The paper's 20 and 30 of 500 rounds are 4 % and 6 % of the rounds, unless they are given. With `relations` and
-`consistency` off it is FedAvg-PL. The paper has the weight 15 w(t), softmax outputs and uncertainty by dropout.
+The paper's 20 and 30 of 500 rounds are 4 % and 6 % of the rounds, unless they are given. With `relations`,
+`consistency` and `both_views` off it is FedAvg-PL. Where this file differs from the comparison's code: R is the mean of
+the round's logits, as in the paper, and not a mean over batches, in which a batch without the class has ½; a row that
+no client may send (few positives) is left out of KL, because a row of ½ would be learned; the teacher predicts in
+evaluation mode, with averaged batch statistics. The paper itself has the weight 15 w(t), softmax outputs, uncertainty
+by dropout, and labels of all classes at some clients and of none at the others.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from fedmll.core import small_groups
 from fedmll.core.message import Message, Tensors
 from fedmll.methods.framework.base import AUTO, Aggregator, Records, Resolved, TensorSpec, option
 from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
-from fedmll.methods.framework.method import Method
+from fedmll.methods.framework.method import Method, switch
 from fedmll.methods.losses import MaskedLoss
 from fedmll.methods.parts.semi_supervised import (
     EmaTeacher,
@@ -42,7 +48,23 @@ from fedmll.methods.parts.semi_supervised import (
     ramp_up,
 )
 
-NEARLY = 1e-6  # relations are clamped to [NEARLY, 1 − NEARLY] before a logarithm
+NEARLY = 1e-6  # the smallest relation in a logarithm
+
+
+class BothViewsLoss(SecondView, MaskedLoss):
+    """`training.loss` over the known entries of two views of every image: the sum of the means of the two views."""
+
+    name = "both-views"
+    provides = frozenset({"target-loss", "views"})
+
+    class Options(SecondView.Options):
+        pass
+
+    def transform_batch(self, step: TrainStep, positive_weights: Tensor | None) -> None:
+        step.set_views([step.batch.images, step.batch.view(self.options.view)])
+
+    def loss(self, step: TrainStep, positive_weights: Tensor | None) -> Tensor:
+        return 2 * super().loss(step, positive_weights)
 
 
 @dataclass
@@ -118,39 +140,41 @@ class RelationMatching(TwoStagePart, SecondView):
     # ---- the client
 
     def on_round_start(self, client_round: ClientRound) -> RelationState:
-        classes, device = len(self.task.classes), self.task.device
+        classes, device, options = len(self.task.classes), self.task.device, self.options
         round_state = RelationState(torch.zeros(classes, classes, device=device), torch.zeros(classes, device=device))
-        if self.second_stage(client_round.number) and (self.options.relations or self.options.consistency):
+        second = self.second_stage(client_round.number)
+        if second and options.consistency:
             kept = self.client_state(client_round)
             round_state.teacher = EmaTeacher(client_round.client, kept.get("teacher"))
             round_state.steps = int(kept.get("steps", 0))
-        client_round.unknown_targets_taught = round_state.teacher is not None
+        client_round.unknown_targets_taught = second and (options.relations or options.consistency)
         return round_state
 
     def loss(self, step: TrainStep, round_state: RelationState) -> Tensor | None:
-        positives = step.present
-        round_state.sums += positives.T @ step.logits.detach()
+        count, terms = len(step.batch), list[Tensor]()
+        logits, positives = step.logits[:count], step.present[:count]  # of the first view
+        round_state.sums += positives.T @ logits.detach()
         round_state.counts += positives.sum(0)
-        if round_state.teacher is None:
-            return None
-        p, found = self.teacher_probabilities(step, round_state.teacher), step.logits.new_zeros(())
-        if self.options.consistency:
-            found = found + (step.probabilities - p).square().sum(1).mean()
+        if round_state.teacher is not None:
+            second = step.images[count : 2 * count]
+            images = second if len(second) else step.batch.view(self.options.view)
+            distance = torch.sigmoid(logits) - round_state.teacher.probabilities(images)
+            terms.append(distance.square().sum(1).mean())
         received = self.received(step.client_round)
         if self.options.relations and received:
-            found = found + self.mismatch(step, p, received)
-        return ramp_up(step.client_round.number, self.options.ramp) * found
+            terms.append(self.mismatch(logits, received))
+        return ramp_up(step.client_round.number, self.options.ramp) * torch.stack(terms).sum() if terms else None
 
-    def mismatch(self, step: TrainStep, p: Tensor, received: Tensors) -> Tensor:
-        """KL(R', R) of a batch."""
-        labels = torch.where(step.targets >= 0, step.targets == 1, p > 0.5) & self.confident(p)[:, None]
-        rows = relations(labels.float().T @ step.logits, labels.sum(0), self.options.temperature)
-        both = (labels.any(0) & received["votes"]).float()
-        distance = symmetric_divergence(rows, received["relations"]).mean(1)
-        return (distance * both).sum() / both.sum().clamp(min=1)
+    def mismatch(self, logits: Tensor, received: Tensors) -> Tensor:
+        """KL(P, Q) of a batch. Rows that no client sent do not count."""
+        p = torch.sigmoid(logits.detach())
+        labels = (p > 0.5) & self.confident(p)[:, None]
+        rows = relations(labels.float().T @ logits, labels.sum(0), self.options.temperature)
+        distance = symmetric_divergence(rows, received["relations"]).sum(1)
+        return (distance * received["votes"]).mean()
 
     def confident(self, p: Tensor) -> Tensor:
-        """The samples with confident teacher labels: bool (batch,)."""
+        """The samples with confident predictions: bool (batch,)."""
         clear = ((p > self.options.confidence) | (p < 1 - self.options.confidence)).all(1)
         entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p)).mean(1)
         return clear & (entropy < self.options.entropy)
@@ -169,9 +193,8 @@ class RelationMatching(TwoStagePart, SecondView):
         smallest = self.task.min_group_size
         released = small_groups.releasable_classes(client_round.targets, smallest)
         if smallest > 1:
-            released &= (client_round.targets == 1).sum(
-                0
-            ) >= smallest  # another part may have changed the targets of a step
+            # another part may have changed the targets of a step
+            released &= (client_round.targets == 1).sum(0) >= smallest
         counts = round_state.counts * released
         return {
             "relations": relations(round_state.sums * released[:, None], counts, self.options.temperature),
@@ -185,8 +208,8 @@ def relations(sums: Tensor, counts: Tensor, temperature: float) -> Tensor:
 
 
 def symmetric_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """½ KL(p‖q) + ½ KL(q‖p) of Bernoulli variables, per entry: ½ (p − q) (logit p − logit q)."""
-    return 0.5 * (p - q) * (torch.logit(p, NEARLY) - torch.logit(q, NEARLY))
+    """½ [p log(p/q) + q log(q/p)] per entry: ½ (p − q) (log p − log q)."""
+    return 0.5 * (p - q) * (torch.log(p.clamp(min=NEARLY)) - torch.log(q.clamp(min=NEARLY)))
 
 
 class FedIRM(Method):
@@ -197,4 +220,7 @@ class FedIRM(Method):
     up = "class relations (classes × classes)"
     down = "average class relations (classes × classes)"
     remembers = "an EMA teacher (as large as the model)"
-    parts = (MaskedLoss, RelationMatching)
+    parts = (
+        switch("both_views", BothViewsLoss, "teach the known targets of two views; off: of one", otherwise=MaskedLoss),
+        RelationMatching,
+    )
