@@ -15,14 +15,18 @@ import pytest
 from official_datasets import shade
 from PIL import Image
 from test_official import numbers_of, told
+from typer.testing import CliRunner
 
 import fedmll
+from fedmll.cli.main import app
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import DataError
 from fedmll.data import federation, participation
 from fedmll.data.dataset import Dataset
 from fedmll.data.images import decode as image_decoding
 from fedmll.data.sources import load
+from fedmll.data.sources.flair import fine_names
+from fedmll.models.label_embeddings import read_fine_names
 from fedmll.testing import experiment
 
 # image id → user, partition, coarse labels, fine labels; the number of an image is its place here
@@ -345,3 +349,23 @@ def test_a_lazy_store_is_indexed_as_the_array_it_stands_for() -> None:
         assert np.array_equal(store[rows], whole[rows])
     data = Dataset(store, np.zeros((5, 1), np.int8), ("a",)).subset(np.array([4, 1]))
     assert np.array_equal(data.samples(slice(None)), whole[[4, 1]])
+
+
+def test_fine_names_of_coarse_classes_are_sorted_by_frequency(tmp_path: Path) -> None:
+    """Names of the same frequency in reverse alphabetical order, as in the released code of FedLGT."""
+    root = raw(tmp_path)
+    entries = json.loads((root / "labels_and_metadata.json").read_text())
+    entries[0]["fine_grained_labels"] += ["rose", "cat"]
+    (root / "labels_and_metadata.json").write_text(json.dumps(entries))
+    with pytest.raises(DataError, match=r"label_relationship.txt \(lines `fine -> coarse`\)"):
+        fine_names(root)
+    relations = {"tree": "plant", "rose": "plant", "fern": "plant", "dog": "animal", "cat": "animal"}
+    lines = [f"{fine} -> {coarse}" for fine, coarse in relations.items()]
+    (root / "label_relationship.txt").write_text("\n".join(lines))
+    with pytest.raises(DataError, match="no fine label of structure"):
+        fine_names(root)
+    (root / "label_relationship.txt").write_text("\n".join([*lines, "house -> structure"]))
+    done = CliRunner().invoke(app, ["data", "fine-names", "--root", str(root)])
+    assert done.exit_code == 0, done.output
+    found = read_fine_names("fine_names.json", root)
+    assert found == {"animal": ["cat", "dog"], "plant": ["rose", "tree"], "structure": ["house"]}

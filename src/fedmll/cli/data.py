@@ -298,6 +298,25 @@ def show_data(
     say(f"image written to {out}")
 
 
+@data_app.command("fine-names")
+def write_fine_names(
+    root: Annotated[Path, typer.Option("--root", help="The folder (or HDF5 file) of FLAIR.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write. Default: fine_names.json in the folder.")] = None,
+) -> None:
+    """Write the fine names of FLAIR's coarse classes, most frequent first: the file for method.fine_names of FedLGT.
+
+    Example:  [bold]fedmll data fine-names --root DATA[/]
+    """
+    from fedmll.core import files
+    from fedmll.data.sources.flair import fine_names
+    from fedmll.runs.formatting import to_json
+
+    found = fine_names(root)
+    out = out or (root if root.is_dir() else root.parent) / "fine_names.json"
+    files.write_atomic(out, to_json(found, indent=1) + "\n")
+    say(f"written: {out} ({sum(map(len, found.values()))} fine names of {len(found)} classes)")
+
+
 # Initial weights
 
 weights_app = typer.Typer(help="List and download published weights (model.weights).", no_args_is_help=True)

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.markup import escape
 
-from fedmll.cli import compare, data, methods, predict, runs, security, server, site
+from fedmll.cli import compare, data, methods, predict, reproduce, runs, security, server, site
 from fedmll.cli.options import (
     Device,
     ExperimentArguments,
@@ -142,7 +142,7 @@ def resume(
     display.show_result(result)
 
 
-for module in (compare, runs, predict, methods):
+for module in (compare, reproduce, runs, predict, methods):
     module.register(app)
 app.add_typer(data.data_app, name="data")
 app.add_typer(data.weights_app, name="weights")

@@ -1,4 +1,4 @@
-"""The commands methods and presets: what can be run."""
+"""The command methods: what can be run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rich.markup import escape
 
 from fedmll.cli.options import Plugins, load_plugin_files
 from fedmll.cli.output import console, plain_table, print_table
-from fedmll.config.presets import PREFIX, find_table, preset_names
 from fedmll.core import registry
 from fedmll.methods.catalog import MethodSummary, read_catalog, read_costs
 
@@ -25,7 +24,6 @@ NARROW, WIDE = 120, 190  # columns of a terminal: fewer columns of the table bel
 
 def register(app: typer.Typer) -> None:
     app.command()(methods)
-    app.command("presets")(list_presets)
 
 
 def methods(
@@ -91,12 +89,3 @@ def show_method(name: str) -> None:
     if method.published:
         published = [(key, str(value)) for key, value in (method.published | method.unpublished).items()]
         print_table("as published (--as-published)", ("option", "default"), published)
-
-
-def list_presets() -> None:
-    """List the experiments of papers' tables, for `fedmll run` and `fedmll compare`. NAME/small is a short variant.
-
-    Example:  [bold]fedmll run preset:fednca-ml/1/small --root DATA[/]
-    """
-    rows = [(PREFIX + name, find_table(name)[1]["what"], find_table(name)[1]["rows"]) for name in preset_names()]
-    print_table("presets", ("name", "description", "methods of its table"), rows, words=True)

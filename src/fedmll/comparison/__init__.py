@@ -7,5 +7,6 @@
 - `tables`: table.md, .csv and .tex
 - `comparison_folder`: `ComparisonFolder`, the one reader and writer of a comparison's folder
 - `parallel_runs`: several runs at a time, each in its own process
+- `reproduce`: the tables of papers, beside the published figures; `reproduction_record`: its record, for reports
 - `compared_runs`: the runs and comparisons in some folders, for a report
 """

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.comparison.comparison_folder import MISSING_RUN, ComparisonFolder, ComparisonRecord
+from fedmll.comparison.reproduction_record import ReproductionRecord, read_reproduction
 from fedmll.comparison.results import metric_value
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.text import printable
@@ -65,6 +66,7 @@ class ComparedRuns:
     rejected: list[tuple[str, str]] = field(default_factory=list)  # failed before they had a folder: name and reason
     deleted: list[tuple[str, str]] = field(default_factory=list)  # finished, but no longer there: name and reason
     damaged_records: list[tuple[str, str]] = field(default_factory=list)  # folder of a comparison, and what happened
+    reproductions: list[ReproductionRecord] = field(default_factory=list)  # tables of papers, with published figures
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -87,11 +89,15 @@ class ComparedRuns:
 
 
 def read_compared_runs(paths: Sequence[Path]) -> ComparedRuns:
-    """Read runs, comparisons, and folders of either. ConfigError if no run has done a round."""
-    studies, single_runs = [], []
+    """Read runs, comparisons, tables of papers, and folders of these. ConfigError if no run has done a round."""
+    studies, single_runs, folders, reproductions = [], [], list[Path](), []
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"There is no folder {path}. Give the folder of a run or of a comparison.")
+        record = read_reproduction(path)
+        folders += [path] if record is None else [path / group for group in record.groups]
+        reproductions += [] if record is None else [record]
+    for path in folders:
         if RunFolder(path).is_run:
             single_runs.append(read_run(path, _short_name(path)))
         else:
@@ -111,6 +117,7 @@ def read_compared_runs(paths: Sequence[Path]) -> ComparedRuns:
         rejected=[run for compared in studies for run in compared.rejected],
         deleted=[run for compared in studies for run in compared.deleted],
         damaged_records=[record for compared in studies for record in compared.damaged_records],
+        reproductions=reproductions,
     )
     _check_not_empty(paths, whole)
     return whole

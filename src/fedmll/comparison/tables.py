@@ -103,7 +103,7 @@ def latex_tables(comparison: Comparison, tables: Sequence[TextTable]) -> str:
             [_wrap(escape_latex(text), ranks.get((row[0], name))) for name, text in zip(header, row, strict=True)]
             for row in rows
         ]
-        parts.append(_tabular([escape_latex(name) for name in header], lines))
+        parts.append(tabular([escape_latex(name) for name in header], lines))
     return "\n".join(parts)
 
 
@@ -124,7 +124,7 @@ def _wrap(text: str, command: str | None) -> str:
     return text if command is None else f"\\{command}{{{text}}}"
 
 
-def _tabular(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def tabular(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     columns = "l" + "r" * (len(header) - 1)
     body = [" & ".join(row) + r" \\" for row in rows]
     lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", " & ".join(header) + r" \\", r"\midrule", *body]

@@ -153,7 +153,8 @@ class TextQueryHead(CTranHead):
             return None
         if finished is not None:
             return LabelEmbeddings(finished.frozen.get("labels"), finished.frozen.get("states"))
-        fine = {} if option.fine_names is None else label_embeddings.read_fine_names(option.fine_names)
+        root = self.task.experiment.data.root
+        fine = {} if option.fine_names is None else label_embeddings.read_fine_names(option.fine_names, root)
         return label_embeddings.label_embeddings(
             option.encoder,
             self.task.classes,

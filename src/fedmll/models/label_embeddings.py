@@ -155,16 +155,18 @@ def project(vectors: NDArray[np.floating], width: int, seed: int) -> Vectors:
     return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
-def read_fine_names(path: str) -> dict[str, list[str]]:
-    """A JSON file {"class": ["its most frequent fine name", …], …}."""
+def read_fine_names(path: str, root: Path | None = None) -> dict[str, list[str]]:
+    """A JSON file {"class": ["its most frequent fine name", …], …}, in the current folder or in `root`."""
+    file = Path(path).expanduser()
     try:
-        fine = json.loads(Path(path).expanduser().read_text())
+        fine = json.loads((file if root is None or file.exists() else root / file).read_text())
         if not all(isinstance(n, list) and n and all(isinstance(part, str) for part in n) for n in fine.values()):
             raise ValueError("a value is not a list of names")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"method.fine_names = '{path}' cannot be used ({error}). It must be a JSON file that gives for each "
-            'abstract class the list of its fine names, most frequent first: {"animal": ["dog", "cat"]}.'
+            'abstract class the list of its fine names, most frequent first: {"animal": ["dog", "cat"]}. '
+            "For FLAIR `fedmll data fine-names` writes it."
         ) from None
     return dict(fine)
 

@@ -3,6 +3,7 @@
 Song, Granqvist, Talwar, FLAIR: Federated Learning Annotated Image Repository, NeurIPS 2022.
 https://github.com/apple/ml-flair ; annotations CC BY-NC 4.0, images under Flickr's terms of use.
 
+DIR/label_relationship.txt         optional, lines `fine -> coarse`: for `fedmll data fine-names`
 DIR/labels_and_metadata.json       a list of {user_id, image_id, labels, fine_grained_labels, partition}
 DIR/small_images/IMAGE_ID.jpg      256 × 256
 or DIR/*.hdf5 (or DIR is the file; extra `hdf5`), in one of three layouts:
@@ -43,10 +44,11 @@ from fedmll.data.images.decode import DEFAULT_SIDE, LARGEST_NATIVE_SIDE, LazyIma
 from fedmll.data.images.open_image import IMAGE_ERRORS, check_pixels, describe_image_error, open_image
 from fedmll.data.images.problems import Problems, abbreviate
 from fedmll.data.sources.base import Source, SourceRequest, data_missing
-from fedmll.data.sources.labelled_images import check_exist
+from fedmll.data.sources.labelled_images import check_exist, read_lines
 from fedmll.data.targets import TEST, TRAIN, VALIDATION
 
 PARTITIONS = {"train": TRAIN, "val": VALIDATION, "test": TEST}
+RELATIONSHIP = "label_relationship.txt"
 KINDS = {"coarse": "labels", "fine": "fine_grained_labels"}
 MAPPING = {"coarse": "label_mapping", "fine": "fine_grained_label_mapping"}
 ENDINGS = (".hdf5", ".h5")
@@ -151,6 +153,36 @@ def _sides(
 
 
 # The index
+
+
+def fine_names(root: Path) -> dict[str, list[str]]:
+    """Coarse class → its fine names, the most frequent first (over all images), for `method.fine_names` of FedLGT.
+
+    DIR/label_relationship.txt, which is part of FLAIR, has the lines `fine -> coarse`.
+    """
+    file = hdf5_file(root)
+    folder = root if root.is_dir() else root.parent
+    relations = folder / RELATIONSHIP
+    if not relations.is_file() or (file is None and not (root / METADATA).is_file()):
+        raise data_missing(
+            "flair",
+            root,
+            f"{RELATIONSHIP} (lines `fine -> coarse`) beside {METADATA} or an HDF5 file",
+            "Get it with the download script of https://github.com/apple/ml-flair.",
+        )
+    lines = [line.partition("->") for line in read_lines(relations)]
+    coarse_of = {fine.strip(): coarse.strip() for fine, arrow, coarse in lines if arrow}
+    _, found = _indexed(root, file)
+    counts = np.bincount(found.fine_pairs[1], minlength=len(found.fine))
+    by_count = sorted(zip(counts.tolist(), [name.decode() for name in found.fine.tolist()], strict=True), reverse=True)
+    names: dict[str, list[str]] = {name.decode(): [] for name in found.coarse.tolist()}
+    for images, name in by_count:
+        if images and coarse_of.get(name) in names:
+            names[coarse_of[name]].append(name)
+    empty = [name for name, of_class in names.items() if not of_class]
+    if empty:
+        raise DataError(f"'{relations}' names no fine label of {abbreviate(empty)}. Copy it again.")
+    return names
 
 
 def _indexed(root: Path, file: Path | None) -> tuple[str, FlairIndex]:
