@@ -109,7 +109,7 @@ def render_page(
         shared=shared,
         differing=differing if len(compared.rows) > 1 else [],
         table=table,
-        reproductions=study.reproductions,
+        reproductions=compared.reproductions,
         charts={chart.name: chart for chart in charts},
         model_figures=[(label, [(one, data_url(one)) for one in of_row]) for label, of_row in figures if of_row],
         missing=[*compared.missing, *compared.damaged],
