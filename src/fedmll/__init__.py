@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedmll.methods.framework.base import Part
     from fedmll.methods.framework.method import Method
     from fedmll.training.callbacks import Callback, Result
+    from fedmll.training.python_objects import make_experiment
     from fedmll.training.round_loop import resume, run
 
 _MODULES = {
@@ -35,13 +36,14 @@ _MODULES = {
     "compare": "comparison.compare",
     "load_model": "inference.model_file",
     "load_run": "inference.load_run",
+    "make_experiment": "training.python_objects",
     "register": "core.registry",
     "resume": "training.round_loop",
     "run": "training.round_loop",
 }
 __all__ = [
     "Callback", "Experiment", "FedmllError", "Method", "Part", "Result", "__version__", "compare", "load_model",
-    "load_run", "register", "resume", "run",
+    "load_run", "make_experiment", "register", "resume", "run",
 ]  # fmt: skip
 
 

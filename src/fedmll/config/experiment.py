@@ -74,8 +74,15 @@ class Experiment(SettingsSection):
 
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Experiment:
-        """A resolved experiment from nested values; errors name the key and the most similar valid key."""
-        return validate(cls, values).prepared()
+        """A resolved experiment from nested values; errors name the key and the most similar valid key.
+
+        The name alone stands for a method, its data or its backbone: `{"method": "fedprox", "data": "digits"}`.
+        """
+        sections = {"method": "name", "data": "name", "model": "backbone"}
+        named = {
+            section: {key: values[section]} for section, key in sections.items() if isinstance(values.get(section), str)
+        }
+        return validate(cls, {**values, **named}).prepared()
 
     @classmethod
     def load(cls, path: Path | str, overrides: Mapping[str, Any] | None = None) -> Experiment:

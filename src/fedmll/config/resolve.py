@@ -73,7 +73,8 @@ def _resolve_model(model: ModelSettings, has_features: bool) -> ModelSettings:
     backbone = model.backbone
     if backbone == AUTO:
         backbone = updates["backbone"] = "mlp" if has_features else "convnet"
-    own_weights = backbone in registry.find_added("backbone")  # a plug-in may have weights of its own
+    # a plug-in or an object may have weights of its own
+    own_weights = backbone.startswith(registry.OBJECT_PREFIX) or backbone in registry.find_added("backbone")
     if model.freeze != "none" and model.weights is None and not own_weights and (backbone != "mlp" or model.channels):
         raise ConfigError(
             f"model.freeze = '{model.freeze}' without model.weights would freeze random weights: the features of an "
@@ -103,12 +104,15 @@ def _check_names(experiment: Experiment, has_features: bool) -> None:
         ("augmentation", "training.augment", experiment.training.augment),
     ):
         try:
-            if (key, name) != ("partition.kind", AUTO):  # the data decides
-                registry.find(kind, name)
+            if (key, name) != ("partition.kind", AUTO) and not name.startswith(registry.OBJECT_PREFIX):
+                registry.find(kind, name)  # the data decides on "auto"; an object is looked up when it is needed
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
     backbone = experiment.model.backbone
-    if (backbone == "mlp") != has_features and backbone not in registry.find_added("backbone"):
+    own = backbone.startswith(registry.OBJECT_PREFIX) or backbone in registry.find_added("backbone")
+    source = experiment.data.source
+    missing_object = source.startswith(registry.OBJECT_PREFIX) and source not in registry.all_of("source")
+    if (backbone == "mlp") != has_features and not own and not missing_object:
         raise ConfigError(
             f"model.backbone = '{backbone}' does not fit data.name = '{experiment.data.label}': mlp is for feature "
             "vectors (features:FILE.npz), the other backbones are for images."

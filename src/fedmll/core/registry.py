@@ -42,6 +42,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "metric": ("fedmll.evaluation.metrics",),
 }
 ENTRY_POINT_GROUP = "fedmll.plugins"
+OBJECT_PREFIX = "object-"  # of the names of data, backbones and losses that were given as Python objects
 _registered: dict[str, dict[str, Any]] = {kind: {} for kind in BUILT_IN}
 _bases: dict[str, type] = {}  # kind → the class that everything of the kind is derived from
 _modules: dict[tuple[str, str], str] = {}  # (kind, name) → the module that registered it
@@ -79,8 +80,16 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 def find(kind: str, name: str) -> Any:
     """The object registered under a name; raises ConfigError if there is none."""
     _import_all(kind)
+    if name not in _registered[kind] and name.startswith(OBJECT_PREFIX):
+        argument = {"source": "data", "backbone": "model"}.get(kind, kind)
+        raise ConfigError(
+            f"The {argument} '{name}' was given as a Python object, and is not known in this process. Pass the same "
+            f"object again from Python: `fedmll.resume(FOLDER, {argument}=…)`, or "
+            f"`fedmll.load_model(FILE, model=…)` for predictions."
+        )
     if name not in _registered[kind]:
-        raise ConfigError(f"There is no {kind} '{name}'{suggest(name, _registered[kind])}")
+        named = [known for known in _registered[kind] if not known.startswith(OBJECT_PREFIX)]
+        raise ConfigError(f"There is no {kind} '{name}'{suggest(name, named)}")
     return _checked(kind, name)
 
 

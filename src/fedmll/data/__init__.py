@@ -2,6 +2,7 @@
 
 - `dataset` — `Dataset` and `Splits`: samples, three-valued targets (1 present, 0 absent, -1 unknown), class names
 - `sources/` — one module per dataset or file format; `sources.load(name)`, published sample counts, downloads
+- `objects` — data given as arrays, data frames, torch and Hugging Face datasets
 - `images/` — decoding, cache, augmentation, labels files
 - `targets` — targets of sources, random splits
 - `composite` — multi-label images made of single-label images

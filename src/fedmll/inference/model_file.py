@@ -49,6 +49,7 @@ from fedmll.methods.framework.client_round import EVALUATION_BATCH
 from fedmll.methods.framework.task import Task
 from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat_weights import FrozenState
+from fedmll.models.objects import register_model
 from fedmll.models.pretrained_weights import METADATA_KEY
 
 MIN_ALLOCATION = 2**24  # values; see AllocationLimit
@@ -286,7 +287,7 @@ class SavedModel:
         return known.astype(np.int8)
 
 
-def load_model(file: Path | str, *, plugins: Sequence[Path | str] = ()) -> SavedModel:
+def load_model(file: Path | str, *, plugins: Sequence[Path | str] = (), model: Any = None) -> SavedModel:
     """Load a `model.safetensors`.
 
     No code is run and no file is opened because a model file names it. A `PluginWarning` says that a plug-in file is
@@ -295,21 +296,25 @@ def load_model(file: Path | str, *, plugins: Sequence[Path | str] = ()) -> Saved
     Args:
         file: the model file.
         plugins: the plug-in files that the model's method needs.
+        model: the torch module that the model was trained with, if it was a Python object.
     """
-    model, paths = read_model(file), [Path(plugin).expanduser().absolute() for plugin in plugins]
-    check_complete(model.file, model.description)
-    not_finite = [name for name, tensor in model.weights.items() if not torch.isfinite(tensor).all()]
+    saved, paths = read_model(file), [Path(plugin).expanduser().absolute() for plugin in plugins]
+    check_complete(saved.file, saved.description)
+    if model is not None:
+        for classes in (None, len(saved.classes)):  # with and without its last layer: the file names one of them
+            register_model(model, classes)
+    not_finite = [name for name, tensor in saved.weights.items() if not torch.isfinite(tensor).all()]
     if not_finite:
         raise DataError(
-            f"{file} cannot be used because {len(not_finite)} of its {len(model.weights)} tensors have values that are "
+            f"{file} cannot be used because {len(not_finite)} of its {len(saved.weights)} tensors have values that are "
             f"NaN or infinite, '{not_finite[0]}' is the first: its training diverged, so train again with a lower "
             "training.lr."
         )
     for path in paths:
         registry.load_plugin_file(path)
-    for text in compare_plugins(model.file, model.description, paths):
+    for text in compare_plugins(saved.file, saved.description, paths):
         warnings.warn(text, PluginWarning, stacklevel=2)
-    return model
+    return saved
 
 
 def read_model(file: Path | str) -> SavedModel:

@@ -87,6 +87,23 @@ def check_options(setting: str) -> None:
             raise ConfigError(f"training.loss = '{setting}': the loss has no option '{name}'. {has}")
 
 
+def register_loss(loss: Callable[[Tensor, Tensor], Tensor]) -> str:
+    """Register a function (logits, targets) → (batch, classes) as a loss; returns its name for `training.loss`."""
+    if not callable(loss):
+        raise ConfigError(
+            f"loss is a {type(loss).__name__}; it must be a function (logits, targets) that returns one value per "
+            "sample and class, or the name of a loss."
+        )
+
+    def without_weights(logits: Tensor, targets: Tensor, positive_weight: Tensor | None) -> Tensor:
+        return loss(logits, targets)
+
+    without_weights.__module__ = "the user"  # not built in, so what it returns is checked
+    name = registry.OBJECT_PREFIX + str(getattr(loss, "__name__", type(loss).__name__))
+    register("loss", name)(without_weights)
+    return name
+
+
 def check_loss(name: str) -> None:
     """Raise a ConfigError if a user's loss does not return one value per entry. A mean or sum over a batch would also
     teach unknown targets, because no entry could be left out."""

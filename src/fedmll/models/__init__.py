@@ -4,6 +4,7 @@
 - `network` — `Network`, the linear `Classifier`, and one with lifted features
 - `class_attention`, `ctran` — other heads
 - `flat_weights` — a model's weights as one vector
+- `objects` — a backbone given as a torch module
 - `frozen_features` — stored outputs of a frozen backbone
 - `pretrained_weights` — initial weights
 - `label_embeddings` — text encoders, and embeddings of class names

@@ -41,24 +41,32 @@ from fedmll.training.checkpoint import (
     save_checkpoint,
     without_best_model,
 )
+from fedmll.training.python_objects import make_experiment, register_objects
 
 
 def run(
-    experiment: Experiment,
+    experiment: Experiment | None = None,
     out: Path | str | None = None,
     *,
     callback: Callback | None = None,
     prepared: Federation | None = None,
+    **changes: Any,
 ) -> Result:
     """Run an experiment from round 1.
 
+    For example `run(data=(x, y), model=net, method="fedprox", rounds=5)`.
+
     Args:
-        experiment: what to run.
+        experiment: what to run; None: the defaults.
         out: the run's folder, which `resume` can continue; it must be empty or not exist. A start that fails (data that
             cannot be read, a model that cannot be built) creates no folder. None: nothing is kept on disk.
         callback: watches the run; by default a progress bar in a notebook.
         prepared: the data, if it has been loaded and divided before.
+        changes: Python objects and settings: data, model, loss, metrics, method, rounds, clients, seed, classes and
+            settings, as in `make_experiment`.
     """
+    if changes or experiment is None:
+        experiment = make_experiment(experiment, **changes)
     callback = callback or default_callback()
     if out is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -74,8 +82,8 @@ def run(
 
 def resume(
     out: Path | str, *, callback: Callback | None = None, engine: dict[str, Any] | None = None,
-    rounds: int | None = None, data: dict[str, Any] | None = None, prepared: Federation | None = None,
-    plugins: Sequence[Path | str] | None = None,
+    rounds: int | None = None, data: Any = None, prepared: Federation | None = None,
+    plugins: Sequence[Path | str] | None = None, **objects: Any,
 ) -> Result:  # fmt: skip
     """Continue the run in a folder from its last valid checkpoint, to the same weights as without the interruption.
 
@@ -84,10 +92,15 @@ def resume(
         callback: watches the run; by default a progress bar in a notebook.
         engine: changed settings of the section `engine`, e.g. {"workers": 1}.
         rounds: continue to this round instead; a finished run can be extended.
-        data: where the data is now: {"root": …} or {"name": …}; it must be the same data.
+        data: where the data is now: {"root": …} or {"name": …}; or the Python object that the run was started with. It
+            must be the same data.
         prepared: the data, if it has been loaded and divided before.
         plugins: where all of the run's plug-in files are now.
+        objects: the model, loss, metrics and class names that the run was started with, if they are Python objects.
     """
+    if data is not None and not (isinstance(data, dict) and data.keys() <= {"root", "name"}):
+        objects, data = {**objects, "data": data}, None
+    names = register_objects(**objects)
     folder, callback = RunFolder(out), callback or default_callback()
     overrides: dict[str, Any] = {} if plugins is None else {"plugins": [str(Path(file).absolute()) for file in plugins]}
     before = folder.load_experiment(overrides)
@@ -98,6 +111,13 @@ def resume(
         raise ConfigError(
             f"'{experiment.method.name}' always has {experiment.training.rounds} rounds; --rounds cannot change that."
         )
+    given = {"data.name": experiment.data.name, "model.backbone": experiment.model.backbone}
+    for key, name in (given | {"training.loss": experiment.training.loss}).items():
+        if names.get(key, name) != name:
+            raise ConfigError(
+                f"The run in {folder} began with {key} = '{name}', and the object that was given is '{names[key]}': "
+                "it is another one. Pass the object that the run was started with."
+            )
     check_fingerprint(folder.checkpoint_folder, experiment.fingerprint())
     divided = _build_federation(experiment, prepared, callback)
     with closing(LocalEngine(divided, folder.client_state_folder, callback.on_setup_progress)) as running:

@@ -211,6 +211,8 @@ def _find_source(name: str) -> tuple[Source, str]:
     """The source with this name, and its argument. An existing folder named like a variant became an absolute path."""
     kind, _, argument = name.removeprefix(COMPOSITE).partition(":")
     sources: dict[str, Source] = registry.all_of("source")
+    if kind.startswith(registry.OBJECT_PREFIX):
+        return registry.find("source", kind), argument
     if kind not in sources:
         composites = (COMPOSITE + other for other, source in sources.items() if source.composes and not source.file)
         raise DataError(f"There is no data source called '{name}'{suggest(name, [*sources, *composites])}")
