@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from consortium import NAMES, Consortium, write_consortium
 
+from fedmll.config.experiment import Experiment
 from fedmll.deploy.flower.child_processes import find_free_port
 from fedmll.deploy.server.serve import study_digest
 
@@ -47,7 +48,7 @@ class World:
     def serve(self, *more: str, **changes: Any) -> subprocess.Popen[bytes]:
         file, experiment = self.folder / "experiment.toml", self.consortium.server(**changes)
         file.write_text(experiment.to_toml())
-        self.digest = study_digest(experiment, len(NAMES))
+        self.digest = study_digest(Experiment.load(file), len(NAMES))
         address = f"127.0.0.1:{self.port}"
         options = ["--clients", ",".join(NAMES), "--listen", address]
         options += ["--keys", str(self.consortium.keys), "--out", str(self.out)]

@@ -29,6 +29,7 @@ import consortium as consortium_module
 from consortium import Consortium, replayed, write_consortium
 from real_federation import COMMAND, World, parent_of
 
+from fedmll.config.experiment import Experiment
 from fedmll.deploy.flower.client_app import EVALUATE, MODEL, TRAIN
 from fedmll.deploy.security import certificates, client_keys
 from fedmll.deploy.security.audit_log import FILE, verify_audit_log
@@ -96,7 +97,7 @@ class Network(World):
     def serve(self, *more: str, **changes: Any) -> subprocess.Popen[bytes]:
         file, experiment = self.folder / "experiment.toml", self.consortium.server(**changes)
         file.write_text(experiment.to_toml())
-        self.digest = study_digest(experiment, len(NAMES))
+        self.digest = study_digest(Experiment.load(file), len(NAMES))
         options = ["--clients", ",".join(NAMES), "--listen", f"{self.address}:{self.port}", "--out", self.out]
         options += ["--keys", self.consortium.keys, "--min-clients", "1", "--round-timeout", str(ROUND_SECONDS)]
         options += ["--join-timeout", "120", "--validators", VALIDATING, *more]

@@ -22,6 +22,7 @@ from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import DataError
 from fedmll.deploy.experiment_for_sites import build_setup, resolve_for_sites
 from fedmll.deploy.security import certificates, client_keys
+from fedmll.deploy.server.default_average import with_default_average
 from fedmll.deploy.server.serve import study_digest
 from fedmll.deploy.site import check
 from fedmll.deploy.site.check import SiteCheck, check_site
@@ -77,7 +78,8 @@ def test_digest_of_a_study_is_computed_from_its_file(site: Site) -> None:
     digest = study_digest(wanted, 3)
     assert (level, text) == ("ok", f"its digest is {digest}; `fedmll join --approve` takes it")
     shape = (3, 32, 32)
-    assert build_setup(resolve_for_sites(wanted, shape), ("Mass", "Effusion", "Nodule"), shape, 3).digest == digest
+    resolved = resolve_for_sites(with_default_average(wanted, 3), shape)
+    assert build_setup(resolved, ("Mass", "Effusion", "Nodule"), shape, 3).digest == digest
     others = [wanted.changed({"partition.holdout": 0.3}), wanted.changed({"training.rounds": 9}), make_study("Mass")]
     assert len({digest, study_digest(wanted, 2), *(study_digest(each, 3) for each in others)}) == 5
     assert "with --clients N" in results_for(check_site(site, wanted), "study")[0][1]

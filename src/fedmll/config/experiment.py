@@ -72,6 +72,14 @@ class Experiment(SettingsSection):
     def is_resolved(self) -> bool:
         return self._requested is not None
 
+    def is_set(self, key: str) -> bool:
+        """Whether the user set a `section.key`. Otherwise its value is a default, or a rule decided it."""
+        values: Any = _requested_values(self) if self._requested is None else self._requested
+        *sections, last = key.split(".")
+        for section in sections:
+            values = values.get(section, {})
+        return last in values
+
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Experiment:
         """A resolved experiment from nested values; errors name the key and the most similar valid key.

@@ -16,6 +16,7 @@ from fedmll.core.errors import ConfigError
 from fedmll.methods.framework.method import Method, PartChoice
 from fedmll.methods.heads import LiftedLinearHead
 from fedmll.methods.losses import MaskedLoss
+from fedmll.methods.parts.averaging import WeightedAverage
 from fedmll.methods.parts.platt_calibration import ROUNDS, PlattCalibration
 from fedmll.methods.parts.ridge_head import RidgeHead
 
@@ -32,6 +33,7 @@ class FedRidge(Method):
         MaskedLoss,
         PartChoice("calibrate", {"none": None, "platt": PlattCalibration}, "probabilities by Platt calibration"),
     )
+    average = WeightedAverage  # of weights that nobody trains: clients send sums
 
     @classmethod
     def fixed_rounds(cls, options: Any) -> int:

@@ -2,7 +2,6 @@
 
 from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import MaskedLoss
-from fedmll.methods.parts.averaging import AVERAGES
 
 
 class FedAvgPL(Method):
@@ -11,4 +10,3 @@ class FedAvgPL(Method):
     paper = "baseline of Sun et al., 2024"
     setting = ("partial annotation",)
     parts = (MaskedLoss,)
-    average = AVERAGES

@@ -5,7 +5,6 @@ FedAvg's loss + μ/2 ‖w − w_g‖² over the parameters (Eq. 2), where w_g ar
 
 from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import UnknownAsNegative
-from fedmll.methods.parts.averaging import AVERAGES
 from fedmll.methods.parts.proximal_term import ProximalTerm
 
 
@@ -14,4 +13,3 @@ class FedProx(Method):
     summary = "FedAvg with the penalty μ/2 ‖w − w_g‖² on the distance to the global weights"
     paper = "Li et al., MLSys 2020"
     parts = (UnknownAsNegative, ProximalTerm)
-    average = AVERAGES

@@ -35,6 +35,7 @@ from fedmll.deploy.security import certificates, client_keys
 from fedmll.deploy.security.private_keys import ec, load_private_key, read_passphrase
 from fedmll.deploy.server import server_settings
 from fedmll.deploy.server.console import OperatorConsole, OperatorLog, open_console
+from fedmll.deploy.server.default_average import describe_average, tolerated_sites, with_default_average
 from fedmll.deploy.server.server_settings import ServerSettings
 from fedmll.deploy.server.site_federation import (
     ServerData,
@@ -91,7 +92,7 @@ def study_digest(experiment: Experiment, clients: int) -> str:
     """The digest that the sites of such a federation approve (`fedmll join --approve`); no server is needed for it."""
     check_can_be_federated(experiment)
     test = load_server_data(experiment, Callback()).test
-    resolved = resolve_for_sites(experiment, test.sample_shape)
+    resolved = resolve_for_sites(with_default_average(experiment, clients), test.sample_shape)
     return build_setup(resolved, test.classes, test.sample_shape, clients).digest
 
 
@@ -112,7 +113,8 @@ def serve(
     """Run a federation from round 1.
 
     Args:
-        experiment: what to run.
+        experiment: what to run. With three clients or more it gets an average that tolerates faulty ones
+            (default_average.py), unless it sets `method.average`.
         settings: the clients, deadlines, address and keys.
         out: the run's folder, which `resume_server` can continue. A start that fails creates no folder.
         callback: watches the run.
@@ -133,7 +135,8 @@ def serve(
     open_listener(settings.host, settings.port).close()
     data = load_server_data(experiment, callback or Callback())
     with files.explain_full_disk(out, DISK_FULL_ADVICE):
-        RunFolder(out).create(resolve_for_sites(experiment, data.test.sample_shape))
+        averaged = with_default_average(experiment, len(settings.clients))
+        RunFolder(out).create(resolve_for_sites(averaged, data.test.sample_shape))
         server_settings.write_server_settings(settings, out)
     return resume_server(out, callback=callback, passphrase_file=passphrase_file, confirm=confirm)
 
@@ -328,6 +331,9 @@ def _create_membership(
         f"the study's digest is {setup.digest}; sites approve it at their terminal, or with `fedmll join --approve`"
     )
     console.record("study", digest=setup.digest)
+    sites = len(settings.participants)
+    average, tolerated = experiment.method.options.get("average"), tolerated_sites(experiment, sites)
+    console.notify(describe_average(experiment, sites), "average", average=average, tolerated=tolerated)
     method = build_method(Task(experiment, classes, shape, len(settings.clients), torch.device("cpu")))
     private = method.has("private-labels")
     return Membership(

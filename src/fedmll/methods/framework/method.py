@@ -33,7 +33,7 @@ from fedmll.methods.framework.recipe import MethodRecipe, PartChoice, check_opti
 from fedmll.methods.framework.task import Task
 from fedmll.methods.heads import LinearHead
 from fedmll.methods.losses import UnknownAsNegative
-from fedmll.methods.parts.averaging import WeightedAverage
+from fedmll.methods.parts.averaging import AVERAGES
 from fedmll.methods.parts.ridge_head import RidgeHead
 from fedmll.methods.parts.server_optimizer import ServerOptimizer
 from fedmll.models.backbones import build_backbone
@@ -59,7 +59,7 @@ class Method(MethodEntry):
 
     head: ClassVar[type[Head]] = LinearHead
     parts: ClassVar[tuple[type[Part] | PartChoice, ...]] = (UnknownAsNegative,)
-    average: ClassVar[type[Part] | PartChoice] = WeightedAverage
+    average: ClassVar[type[Part] | PartChoice] = AVERAGES
 
     def __init_subclass__(cls) -> None:
         """The options of a method are its own, those of its head and parts, and its choices."""

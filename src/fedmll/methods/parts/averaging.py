@@ -1,4 +1,4 @@
-"""Averages of the clients' weights: FedAvg's weighted mean, and two averages that tolerate a faulty client. With
+"""Averages of the clients' weights: FedAvg's weighted mean, and three averages that tolerate a faulty client. With
 Δ_k = w_k − w the update of client k of K:
 
   mean           w ← Σ_k p_k w_k, p_k ∝ N_k (McMahan et al., 2017)
@@ -8,9 +8,18 @@
   trimmed-mean   in every coordinate the mean of the w_k without the ⌊βK⌋ smallest and the ⌊βK⌋ largest, with equal
                  weights: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", 2018.
                  With three or more replies, at least one is left out at each end.
+  centered-clipping   w ← w + v, where v = 0 at first, and then five times
+                      v ← v + Σ_k p_k min(1, τ/‖Δ_k − v‖) (Δ_k − v), τ the median of all ‖Δ_j − v‖ (the lower one).
+                 Karimireddy, He and Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021,
+                 Algorithm 2. There τ is chosen by hand; here it is the radius that contains half of the updates. The
+                 first of the five steps is clipped-mean, the others undo the shift that a faulty client caused in it.
 
-Parameters and running statistics have different norms, so each has its own median and clipping. The last two averages
-read the replies twice, from the disk (`core.message.DiskBuffer`): one model is in memory for any number of clients.
+Parameters and running statistics have different norms, so each has its own median and clipping. A median counts every
+client once, because a client states its number of samples itself; the sums are weighted by it (`weighting`). Every
+result lies between w and the w_k, so a running variance stays positive.
+
+The last three averages read the replies twice, from the disk (`core.message.DiskBuffer`): one model is in memory for
+any number of clients. Centered clipping needs only the scalar products of the updates for its five steps.
 """
 
 from __future__ import annotations
@@ -25,12 +34,14 @@ from torch import Tensor
 
 from fedmll.core.errors import ReplyRejected
 from fedmll.core.message import DiskBuffer, Message, Tensors
+from fedmll.core.processes import single_thread
 from fedmll.methods.framework.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
 from fedmll.methods.framework.client_round import ClientInfo, ClientRound
 from fedmll.methods.framework.recipe import PartChoice
 
 MOST_STEPS = 1e12  # the largest value of an integer buffer, such as BatchNorm's count of batches
-BLOCK = 1 << 22  # how many numbers are sorted at once
+BLOCK = 1 << 22  # how many numbers are sorted or multiplied at once
+CLIPPING_STEPS = 5  # of centered clipping
 
 
 class WeightedAverage(Part):
@@ -141,6 +152,15 @@ class TrimmedMean(WeightedAverage):
         return TrimmedMeanAggregator(self)
 
 
+class CenteredClipping(WeightedAverage):
+    """w ← w + v. Five times, v moves to the mean of the updates, each clipped to the median distance from v."""
+
+    name = "centered-clipping"
+
+    def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator:
+        return CenteredClippingAggregator(self, state["weights"])
+
+
 class ClippedMeanAggregator(Aggregator):
     """Keeps the replies on disk until the median norm is known."""
 
@@ -186,8 +206,69 @@ class TrimmedMeanAggregator(Aggregator):
         return {"weights": torch.cat(means).float()} | self.buffer.integers, {"trimmed": float(2 * cut)}
 
 
+class CenteredClippingAggregator(Aggregator):
+    """Keeps the replies on disk until all scalar products of their updates are known."""
+
+    def __init__(self, part: CenteredClipping, start: Tensor) -> None:
+        self.part, self.start, self.buffer = part, start, DiskBuffer[ClientInfo]()
+        self.weights: list[float] = []
+
+    def add(self, client: ClientInfo, reply: Message) -> None:
+        self.weights.append(self.part.weight(reply))
+        self.buffer.add(client, reply)
+
+    @single_thread()  # the last bits of a product depend on the number of threads
+    def result(self, merged: Tensors) -> tuple[Tensors, Records]:
+        shares = torch.tensor(self.weights, dtype=torch.float64)
+        shares /= shares.sum()
+        (parameters, radius, clipped), (buffers, _, _) = (clipped_center(each, shares) for each in self._products())
+        end, moved = self.part.weights.parameter_end, torch.zeros_like(self.start, dtype=torch.float64)
+        for position, (_, reply) in enumerate(self.buffer):
+            update = reply["weights"].double() - self.start
+            moved[:end].add_(update[:end], alpha=float(parameters[position]))
+            moved[end:].add_(update[end:], alpha=float(buffers[position]))
+        new = (self.start + moved).float()
+        return {"weights": new} | self.buffer.integers, {"update_radius": radius, "clipped": clipped}
+
+    def _products(self) -> tuple[Tensor, Tensor]:
+        """The scalar products (K, K) of the updates: of the parameters, and of the running statistics."""
+        found = torch.zeros(2, len(self.buffer), len(self.buffer), dtype=torch.float64)
+        first, end = 0, self.part.weights.parameter_end
+        for block in self.buffer.columns(BLOCK):
+            last = first + block.shape[1]
+            updates = block.double() - self.start[first:last]
+            cut = min(max(end - first, 0), block.shape[1])
+            for products, columns in zip(found, (updates[:, :cut], updates[:, cut:]), strict=True):
+                products.add_(columns @ columns.T)
+            first = last
+        return found[0], found[1]
+
+
+def clipped_center(products: Tensor, shares: Tensor) -> tuple[Tensor, float, float]:
+    """Centered clipping of vectors Δ_k that are known by their scalar products (K, K).
+
+    Returns:
+        The coefficients c (K,) of the center v = Σ_k c_k Δ_k, the radius τ of the last step, and how many vectors were
+        clipped in it.
+    """
+    center = torch.zeros_like(shares)
+    for _ in range(CLIPPING_STEPS):
+        along = products @ center
+        distances = (products.diagonal() - 2 * along + center @ along).clamp_min(0).sqrt()
+        radius = distances.median()  # the lower one of two middle values
+        outside = distances > radius
+        kept = shares * torch.where(outside, radius / distances, 1.0)
+        center = center * (1 - kept.sum()) + kept
+    return center, float(radius), float(outside.sum())
+
+
 AVERAGES = PartChoice(
     "average",
-    {"mean": WeightedAverage, "clipped-mean": ClippedMean, "trimmed-mean": TrimmedMean},
-    "how the server averages; the last two tolerate a faulty client",
+    {
+        "mean": WeightedAverage,
+        "clipped-mean": ClippedMean,
+        "trimmed-mean": TrimmedMean,
+        "centered-clipping": CenteredClipping,
+    },
+    "how the server averages; all but the mean tolerate a faulty client",
 )
