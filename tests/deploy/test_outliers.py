@@ -409,6 +409,29 @@ def test_large_running_statistics_are_rejected(five: Path, tmp_path: Path) -> No
     assert all(f"the reply of {BAD} is rejected: its running statistics are " in text for text in refused)
 
 
+# ---- averages
+
+
+def flip_sign(name: str, trained: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    """The bad one's update points the other way and is 4.5 times as long, which is just below the limit."""
+    flipped = sent - 4.5 * (trained - sent)
+    return torch.cat([flipped[:-24], trained[-24:]]) if name == BAD else trained
+
+
+def test_sign_flip_of_one_site_of_five_is_tolerated_and_named(
+    five: Path, honest: round_loop.Result, tmp_path: Path
+) -> None:
+    found = {}
+    for average in ("mean", "centered-clipping"):
+        result, hear, _ = federation(five, tmp_path / average, flip_sign, method__average=average)
+        assert [row["clients"] for row in hear.rows] == [5] * ROUNDS  # nobody is rejected
+        assert any(f"the reply of {BAD} is unusual: its update opposes" in text for text in hear.said)
+        found[average] = result.rows[-1]["macro_auc"]
+    best = honest.rows[-1]["macro_auc"]
+    assert found["mean"] < best - 20
+    assert found["centered-clipping"] > best - 10
+
+
 # ---- unusual replies, which are shown
 
 
