@@ -81,7 +81,11 @@ DEFAULTS: dict[str, Rows] = {
         "eps": (1e-4, "ours: keeps features that are never active from being divided by 0"),
     },
     "fedrdn": BY_SIZE,
-    "surgical": {"weighting": ("size", "FedAvg's; Kulkarni et al. 2023 average over the owners")},
+    "surgical": {
+        "weighting": ("equal", "released code of Surgical Aggregation: np.mean over the owners"),
+        "warmup_epochs": (15, "released code of Surgical Aggregation"),
+        "warmup_lr": (1e-3, "released code of Surgical Aggregation"),
+    },
     "fednca-ml": {
         "weighting": ("equal", "FedNCA-ML, Alg. 1: 1/K"),
         "etf": (True, "FedNCA-ML, Eq. 1–2; Table 5 switches it off"),
@@ -305,6 +309,8 @@ LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("fedavg", "server_beta1"): ([0, 1 - JUST], [-JUST, 1]),
     ("fedavg", "server_beta2"): ([0, 1 - JUST], [-JUST, 1]),
     ("fedavg", "server_tau"): ([JUST, 5.0], [0]),
+    ("surgical", "warmup_epochs"): ([0, 50], [-1]),
+    ("surgical", "warmup_lr"): ([JUST, 5.0], [0]),
     ("fedprox", "mu"): ([0, 5.0], [-JUST]),
     ("fedcurv", "strength"): ([0, 5.0], [-JUST]),
     ("spherefed", "eps"): ([JUST, 5.0], [0]),
