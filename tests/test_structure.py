@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,10 @@ PACKAGES = (  # a package imports only from itself and from those before it
 )
 LEVEL = {package: level for level, package in enumerate(PACKAGES)}
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or not path.stem.startswith("__"))
+IMMUTABLE = ("data", "methods", "evaluation", "inference", "training")  # packages that share records between callers
+MUTABLE = {  # what a client or a method fills while it trains, and a checkpoint, which grows from round to round
+    *("Batch", "Client", "ClientRound", "TrainStep", "LabelCounts", "RelationState", "Checkpoint"),
+}
 OFTEN = {"Options"}  # the options of each part, head and method: a nested class of the same name in all of them
 
 
@@ -82,3 +89,14 @@ def test_a_test_file_name_exists_once() -> None:
     """pytest imports test files by their base name, so two of one name cannot be collected in one run."""
     names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_records_are_immutable() -> None:
+    found = {}
+    for path in MODULES:
+        if package_of(path) in IMMUTABLE and path.stem != "__main__":
+            module = importlib.import_module(f"fedmll.{relative(path).removesuffix('.py').replace('/', '.')}")
+            for name, kind in vars(module).items():
+                if inspect.isclass(kind) and dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__:
+                    found[name] = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert {name for name, frozen in found.items() if not frozen} == MUTABLE

@@ -13,6 +13,7 @@ from fedmll.evaluation.histogram_metrics import (
     HISTOGRAM_METRICS,
     FederatedHistograms,
     SiteHistograms,
+    _lower,
     compute_histogram_metrics,
     metric_bounds,
 )
@@ -195,3 +196,21 @@ def test_a_site_with_too_large_a_share_is_lowered_in_the_sum() -> None:
     # without other positives and negatives there is nothing to compare with: half of its own
     alone = site({(0, 20): 2, (0, 30): 3, (1, 7): 15, (1, BINS - 1): 5}).test
     np.testing.assert_array_equal(federation.without("a").test, alone)
+
+
+@pytest.mark.parametrize(
+    ("counts", "factor", "most", "expected"),
+    [
+        ([3, 0, 2], 1.0, 0.0, [3, 0, 2]),  # nothing to compare with
+        ([3, 0, 2], 1.0, 5.0, [3, 0, 2]),
+        ([4, 0, 4], 0.5, 9.0, [2, 0, 2]),
+        ([4, 0, 4], 0.5, 1.0, [0, 0, 1]),  # an eighth: the sums up to each bin, 0.5 and 1, are rounded to even
+        ([1, 0, 0], 1.0, 0.8, [1, 0, 0]),  # 0.8 of one sample
+        ([0, 0, 0], 1.0, 3.0, [0, 0, 0]),
+    ],
+)
+def test_counts_are_lowered_to_their_factor_and_limit(
+    counts: list[int], factor: float, most: float, expected: list[int]
+) -> None:
+    given = np.array(counts, np.int32)[None, None]
+    assert _lower(given, factor, np.array([[most]]))[0, 0].tolist() == expected

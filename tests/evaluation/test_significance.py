@@ -21,7 +21,9 @@ def test_wilcoxon_equals_the_exact_test_of_scipy(seeds: int) -> None:
         assert wilcoxon(-margins) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("margins", [[1, 1, -2, 3], [1, 1, 1, 1], [0.5, -0.5, 2, 2, 2, -3], [1, 2, 2, -2, 7, 7, 7, 0]])
+@pytest.mark.parametrize(
+    "margins", [[1, 1, -2, 3], [1, 1, -2, -3], [1, 1, 1, 1], [0.5, -0.5, 2, 2, 2, -3], [1, 2, 2, -2, 7, 7, 7, 0]]
+)
 def test_wilcoxon_with_equal_margins_equals_the_enumeration_of_all_signs(margins: list[float]) -> None:
     known = np.array([m for m in margins if m])
     ranks = scipy.stats.rankdata(abs(known))
@@ -52,6 +54,8 @@ def test_the_lowest_possible_p_and_the_seeds_that_are_needed() -> None:
     assert [lowest_p(seeds) for seeds in (1, 2, 3, 5, 6)] == [1, 0.5, 0.25, 0.0625, 0.03125]
     assert lowest_p(3) == wilcoxon([1, 2, 3]) and lowest_p(7) == wilcoxon(range(1, 8))
     assert lowest_p(6, 3) == pytest.approx(max(holm([wilcoxon(range(1, 7))] * 3)))
+    assert lowest_p(1, 4) == 1  # a probability
     assert [seeds_needed(tests) for tests in (1, 2, 4, 9)] == [6, 7, 8, 9]
+    assert seeds_needed() == 6  # one test: no correction
     for tests in (1, 2, 4, 9):
         assert lowest_p(seeds_needed(tests), tests) < 0.05 <= lowest_p(seeds_needed(tests) - 1, tests)

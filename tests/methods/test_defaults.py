@@ -305,6 +305,7 @@ PUBLISHED: dict[str, Rows] = {
 # belong to the range can be tried.
 JUST = 1e-9
 LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
+    ("fedavg", "trim"): ([0, 0.5 - JUST], [-JUST, 0.5]),
     ("fedavg", "server_lr"): ([JUST, 5.0], [0]),
     ("fedavg", "server_beta1"): ([0, 1 - JUST], [-JUST, 1]),
     ("fedavg", "server_beta2"): ([0, 1 - JUST], [-JUST, 1]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,6 +101,27 @@ def test_features_and_scores_up_to_the_bound_are_accepted() -> None:
     )
 
 
+def test_a_loss_is_at_most_that_of_the_largest_score() -> None:
+    """With p = ½ everywhere (a = b = 0) the loss of a sample is log 2, so that of two samples is below 2."""
+    tried = torch.zeros(1, 2, 1, dtype=torch.float64)
+    for loss, reason in ((2.0, "None"), (2.1, "scores are larger")):
+        sums = torch.tensor([loss, 0, 0, 0, 0, 0.5]).double().view(1, 6, 1)
+        assert reason in str(refuse_losses(sums, tried, 2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "difference", "possible"),
+    [(0.0, 0.9e-6, True), (0.0, 1.1e-6, False), (1000.0, 0.0019, True), (1000.0, 0.0021, False)],
+)
+def test_convexity_is_checked_up_to_rounding(loss: float, difference: float, possible: bool) -> None:
+    """Both gradients are 0, so both candidates are minima and have one loss, up to 1e-6 (1 + loss + tangent)."""
+    tried = torch.tensor([[0.0, 0.0], [0.0, 1.0]]).double()[:, :, None]
+    sums = torch.zeros(2, 6, 1, dtype=torch.float64)
+    sums[:, 0, 0] = torch.tensor([loss, loss + difference]).double()
+    found = refuse_losses(sums, tried, 5000)
+    assert found is None if possible else "one convex function" in str(found)
+
+
 @pytest.mark.parametrize(
     ("counts", "possible"), [([0.0, 3.0], True), ([1.0, 1.5], False), ([1.0, -1.0], False), ([1.0, 4.0], False)]
 )
@@ -118,6 +140,32 @@ def test_hessians_are_positive_semi_definite() -> None:
         wrong = singular.clone()
         wrong[0, place] = value
         assert not platt_calibration._convex(wrong)
+
+
+def test_large_singular_hessians_are_accepted_up_to_rounding() -> None:
+    """haa = hbb = 1e6: hab² may exceed their product by 1e-9 of it, which is 1000."""
+    sums = torch.tensor([1.0, 0, 0, 1e6, 0, 1e6]).double().view(1, 6, 1)
+    for excess, possible in ((900.0, True), (1100.0, False)):
+        sums[0, 4, 0] = (1e12 + excess) ** 0.5
+        assert platt_calibration._convex(sums) == possible
+
+
+def test_a_candidate_with_the_same_loss_is_not_an_improvement() -> None:
+    tried = torch.ones(1, 2, 1).double()
+    best = torch.tensor([[0.25], [0.5], [10.0]]).double()
+    found = platt_calibration.better(tried, best, torch.tensor([10.0, -6, -2, 2, 0, 2]).double().view(1, 6, 1))
+    assert torch.equal(found["best"], best)
+    assert torch.equal(found["tried"], best[:2].expand(4, 2, 1))  # no further step
+
+
+def test_platt_starts_from_the_counts() -> None:
+    """Three positives and seven negatives: targets 4/5 and 1/9, a = 0 and b = log(4/8)."""
+    counts = torch.tensor([[7.0], [3.0]]).double()
+    ridge = SimpleNamespace(counts=counts, leverage=torch.tensor([[0.1], [0.2]]).double())
+    start = platt_calibration.PlattStartAggregator(ridge, {})  # type: ignore[arg-type]
+    state, _ = start.result({})
+    torch.testing.assert_close(state["targets"], torch.tensor([[1 / 9], [4 / 5]]).double())
+    torch.testing.assert_close(state["tried"], torch.tensor([[[0.0], [np.log(0.5)]]]).double())
 
 
 def test_newton_steps_and_fractions_of_them_are_tried() -> None:
