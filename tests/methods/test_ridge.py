@@ -30,6 +30,7 @@ FROZEN: dict[str, Any] = {
     "model__weights": "random",
     "model__channels": (6, 10),
 }
+PLAIN: dict[str, Any] = {"model__standardise": False, "model__bias": "zero"}
 
 
 def pooled(
@@ -138,7 +139,7 @@ def test_the_result_is_the_same_for_every_partition_and_worker() -> None:
 
 
 def test_a_run_equals_scikit_learn_on_all_features(tmp_path: Path) -> None:
-    made = experiment(**FROZEN, method__ridge=0.01, annotation__kind="missing", annotation__missing=4)
+    made = experiment(**FROZEN, **PLAIN, method__ridge=0.01, annotation__kind="missing", annotation__missing=4)
     data = federation.build(made)
     result = run(made, tmp_path / "run", prepared=data)
     trainer = Trainer(task_of(data))
@@ -182,7 +183,7 @@ def test_implausible_replies_are_rejected() -> None:
 
 
 def test_client_without_known_targets_changes_nothing() -> None:
-    trainer = make_trainer(experiment(**FROZEN))
+    trainer = make_trainer(experiment(**FROZEN, **PLAIN))
     known = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]])
     state = trainer.method.initial_state()
     sent = trainer.method.send(state, make_client_info(0, 3), 0)

@@ -217,6 +217,8 @@ def test_impossible_sums_of_losses_are_rejected(place: int, value: float, reason
                 "model__freeze": "backbone",
                 "model__weights": "random",
                 "model__channels": (6, 10),
+                "model__standardise": False,
+                "model__bias": "zero",
             },
             "ridge",
         ),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedmll import load_run, resume, run
 from fedmll.core.errors import ConfigError
 from fedmll.data import federation
+from fedmll.engines import client_trainer
 from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation import metrics
 from fedmll.methods.framework.base import Head, Part
@@ -80,7 +81,8 @@ def test_only_means_are_stored_if_the_head_uses_means(
     assert (found.ndim, found.dtype) == ((3, np.float32) if means else (5, np.float16))
     assert trainer.model.backbone.stores_means == means
     trained = run(experiment(**FROZEN | changes)).weights
-    monkeypatch.setattr(type(trainer.model), "uses_mean_features", property(lambda self: False))
+    original = client_trainer.store_frozen_features
+    monkeypatch.setattr(client_trainer, "store_frozen_features", lambda *a, means, **k: original(*a, means=False, **k))
     whole, tokens = learner_with_data(**changes)
     assert tokens.train.tokens.ndim == 5
     batches = [
@@ -157,6 +159,7 @@ def test_frozen_batch_statistics_stay(cache: Path) -> None:
     assert set(FlatWeights(trainer.model).layout) == {
         "backbone.neck.0.weight", "backbone.neck.1.weight", "backbone.neck.1.bias", "head.weight", "head.bias",
         "backbone.neck.1.running_mean", "backbone.neck.1.running_var",
+        "backbone.standardise.mean", "backbone.standardise.scale",
     }  # fmt: skip
     before = sketch_frozen_tensors(trainer.model)
     assert any("running_mean" in name for name in before)  # a site with other statistics is noticed
@@ -172,7 +175,7 @@ def test_training_on_tokens_is_training_through_the_frozen_network(cache: Path) 
     trainer = Trainer(task_of(data))  # no tokens here
     method = trainer.method
     state = method.initial_state()
-    for number in (1, 2):
+    for number in (0, 1, 2):  # 0: the statistics of the features
         merger = method.aggregator(state, number)
         for index in trainer.participants(data, number):
             peer = trainer.client_infos(data)[index]
@@ -252,7 +255,7 @@ def test_killed_process_leaves_no_wrong_cache(cache: Path, tmp_path: Path) -> No
     process.wait()
     expected = run(made.changed({"training.rounds": 1}))
     subprocess.run([*command[:-1], str(tmp_path / "again")], check=True, env=os.environ | {"FEDMLL_CACHE": str(cache)})
-    assert resume(tmp_path / "again").rows[0]["loss"] == expected.rows[0]["loss"]
+    assert resume(tmp_path / "again").rows[1]["loss"] == expected.rows[1]["loss"]
 
 
 class Killed(Exception):
@@ -276,7 +279,7 @@ def test_a_resumed_run_has_the_same_bits_with_a_warm_and_a_cold_cache(cache: Pat
     if not warm:
         shutil.rmtree(cache)
     resumed = resume(tmp_path / "run", engine={"workers": 2})
-    assert [row["round"] for row in resumed.rows] == [1, 2]
+    assert [row["round"] for row in resumed.rows] == [0, 1, 2]
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
 
 
@@ -326,7 +329,7 @@ def test_frozen_backbone_without_weights_is_refused_unless_random_is_asked_for(f
     code, _, error = fedmll("run", "--out", "random", *options, *random)
     assert code == 0, error
     frozen = load_run(tmp_path / "random")
-    unfrozen = frozen.experiment.changed({"model.freeze": "none", "model.weights": None})
+    unfrozen = frozen.experiment.changed({"model.freeze": "none", "model.weights": None, "model.standardise": "auto"})
     untrained = make_trainer(unfrozen, frozen.model.classes, frozen.model.sample_shape)
     for name, tensor in untrained.model.backbone.state_dict().items():  # the weights that every run starts with
         assert torch.equal(frozen.model.weights[f"backbone.{name}"], tensor), name

@@ -99,6 +99,7 @@ Published = Annotated[
     ),
 ]
 OWN = "own"  # --as-published without a name: the paper of the chosen method
+NOT_PUBLISHED = {"model.standardise": False, "model.bias": "zero"}  # what no paper does
 
 # option → its setting and its help
 SETTINGS: dict[str, tuple[str, Any]] = {
@@ -261,7 +262,7 @@ def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
         section, _, option = key.partition(".")
         return option in values.get(section, {})
 
-    added = {key: value for key, value in method.published.items() if not is_set(key)}
+    added = {key: value for key, value in (NOT_PUBLISHED | method.published).items() if not is_set(key)}
     clients = values.get("partition", {}).get("clients", added.get("partition.clients"))
     other_method = whose not in (OWN, values.get("method", {}).get("name"))  # its method options do not apply
     missing = {

@@ -68,7 +68,8 @@ def _training_updates(experiment: Experiment, method: Any, config: Any) -> dict[
 
 
 def _resolve_model(model: ModelSettings, has_features: bool) -> ModelSettings:
-    """The backbone, the scaling of pixels that the initial weights expect, and the stem of a ResNet."""
+    """The backbone, its features, the initial bias, the scaling of pixels that the initial weights expect, and the stem
+    of a ResNet."""
     updates: dict[str, Any] = {}
     backbone = model.backbone
     if backbone == AUTO:
@@ -81,6 +82,14 @@ def _resolve_model(model: ModelSettings, has_features: bool) -> ModelSettings:
             f"untrained {backbone} are noise. Set model.weights (a name of `fedmll weights list`, a file, or "
             "run:FOLDER), leave model.freeze out, or set model.weights = 'random' if you want random features."
         )
+    frozen = model.freeze == "backbone"
+    if model.standardise is True and not frozen:
+        raise ConfigError(
+            "model.standardise = true is for model.freeze = 'backbone': the features of a backbone that is trained "
+            "change in every round. Leave it out."
+        )
+    updates["standardise"] = frozen if model.standardise == AUTO else model.standardise
+    updates["bias"] = ("prior" if frozen else "zero") if model.bias == AUTO else model.bias
     pretrained = model.pretrained
     if backbone == "vit" and pretrained is None and not model.channels:
         raise ConfigError("model.channels is empty: a vit has as many layers as it has numbers. Set [64, 64].")

@@ -275,6 +275,16 @@ class ModelSettings(SettingsSection):
         default=1,
         description="The number of cached views per image with a frozen backbone; all but the first are augmented.",
     )
+    standardise: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Standardise the features of a frozen backbone with the mean and variance over all clients. auto: "
+        "if model.freeze = 'backbone'.",
+    )
+    bias: Literal["auto", "prior", "zero"] = Field(
+        default="auto",
+        description="Initial bias of each class. prior: log-odds of the share of positives among the known labels of "
+        "all clients; zero: about 0. auto: prior if model.freeze = 'backbone', otherwise zero.",
+    )
     width: Width | None = Field(
         default=None, description="The width of a trained layer between backbone and head. Default: no such layer."
     )

@@ -52,11 +52,11 @@ def mask_small_groups(targets: Tensor, min_size: int) -> Tensor:
     return targets if min_size <= 1 else targets.new_tensor(mask_columns(targets.cpu().numpy(), min_size))
 
 
-def censor_small_counts(counts: Tensor, total: int, min_size: int) -> Tensor:
+def censor_small_counts(counts: Tensor, total: int | Tensor, min_size: int) -> Tensor:
     """Counts among `total` samples: fewer than `min_size` become 0, and all but fewer than `min_size` become all."""
     if min_size <= 1:
         return counts
-    return counts.masked_fill(counts < min_size, 0).masked_fill(total - counts < min_size, total)
+    return counts.masked_fill(counts < min_size, 0).where(total - counts >= min_size, total)
 
 
 def round_counts(counts: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:

@@ -27,11 +27,12 @@ from fedmll.methods.framework.client_round import Batch, Client, ClientRound, Tr
 from fedmll.models.backbones import Backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.network import Lift, Network
+from fedmll.models.standardise import StandardiseFeatures
 
 Loss = Callable[[TrainStep], Tensor]
 CLIP_EPSILON = 1e-6  # the value of torch.nn.utils.clip_grad_norm_
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten)
-SUPPORTED = (Network, Backbone, Lift, nn.Sequential, nn.Linear, *ACTIVATIONS)
+SUPPORTED = (Network, Backbone, Lift, StandardiseFeatures, nn.Sequential, nn.Linear, *ACTIVATIONS)
 
 
 def check_vectorizable(model: Network, clients_per_batch: int) -> None:

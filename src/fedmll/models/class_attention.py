@@ -218,6 +218,10 @@ class PrototypeClassifier(Network):
         features: Tensor = self.ladm(self.tokens(images))
         return features
 
+    @property
+    def class_bias(self) -> str | None:
+        return None if self.bias is None or self.scale is not None else "bias"
+
     def logits(self, features: Tensor) -> Tensor:
         score = per_label if features.dim() == 3 else F.linear
         logits = score(features, self.prototypes, self.bias)

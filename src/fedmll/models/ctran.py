@@ -119,6 +119,10 @@ class CTran(Network):
         inducing = layer(inducing, tokens[:, -classes:])
         return torch.cat([tokens[:, :-classes], inducing], dim=1), inducing
 
+    @property
+    def class_bias(self) -> str | None:
+        return "bias"
+
     def logits(self, features: Tensor) -> Tensor:
         return per_label(features, self.weight, self.bias)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Tensors
 from fedmll.core.seeding import numpy_generator
+from fedmll.models.standardise import StandardiseFeatures
 
 SKETCH_PRODUCTS = 4  # per frozen tensor
 SKETCH_TOLERANCE = 1e-4  # relative to the tensor's norm
@@ -33,9 +34,10 @@ class TensorSlice:
 class FlatWeights:
     """Binds a model's tensors to views of one vector.
 
-    `vector` holds the trainable parameters, then the float buffers; `counters` holds the integer buffers. Frozen
-    tensors (requires_grad is off, or a buffer is not persistent) are not included: they are rebuilt from the
-    experiment, never sent and never averaged.
+    `vector` holds the trainable parameters, then the float buffers; `counters` holds the integer buffers. The last
+    buffers are those that only the server sets (the statistics of standardised features). Frozen tensors (requires_grad
+    is off, or a buffer is not persistent) are not included: they are rebuilt from the experiment, never sent and never
+    averaged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,12 +50,15 @@ class FlatWeights:
         persistent = set(model.state_dict())
         frozen = _frozen_buffers(model)
         buffers = {name: b for name, b in model.named_buffers() if name in persistent and name not in frozen}
-        floats = {name: b for name, b in buffers.items() if b.is_floating_point()}
+        by_server = _set_by_server(model)
+        floats = {name: b for name, b in buffers.items() if b.is_floating_point() and name not in by_server}
+        floats |= {name: b for name, b in buffers.items() if name in by_server}
         integers = {name: b for name, b in buffers.items() if not b.is_floating_point()}
         self.layout = _places([*parameters.items(), *floats.items()])
         self.counter_layout = _places(list(integers.items()))
         self.parameters = list(parameters.values())
         self.parameter_end = sum(p.numel() for p in self.parameters)
+        self.server_count = sum(buffers[name].numel() for name in by_server)  # at the end of the vector
         self._batch_counts = [self.counter_layout[n].where for n in _unused_counts(model) if n in self.counter_layout]
         self._variances = [place.where for name, place in self.layout.items() if name.endswith("running_var")]
         device = next(iter(parameters.values())).device
@@ -195,6 +200,16 @@ def _frozen_buffers(model: nn.Module) -> set[str]:
         for place, module in model.named_modules()
         if (own := list(module.parameters(recurse=False))) and not any(p.requires_grad for p in own)
         for name, _ in module.named_buffers(recurse=False)
+    }
+
+
+def _set_by_server(model: nn.Module) -> set[str]:
+    """Buffers that clients neither train nor change."""
+    return {
+        f"{place}.{name}"
+        for place, module in model.named_modules()
+        if isinstance(module, StandardiseFeatures)
+        for name, _ in module.named_buffers()
     }
 
 

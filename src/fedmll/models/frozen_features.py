@@ -2,7 +2,8 @@
 
 A backbone maps an image to a map of *tokens* (batch, width, rows, columns). With a frozen backbone only a neck (a 1×1
 projection and a norm, `model.width`) and a head are trained, on the stored tokens. If the same network gets an image
-instead, its tokens are rounded in the same way.
+instead, its tokens are rounded in the same way. With `model.standardise` the tokens are standardised before the neck
+(models/standardise.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fedmll.core.seeding import derive, torch_generator
 from fedmll.data.images.augmentation import augment
 from fedmll.data.images.cache import Progress, cached_array, content_key, no_progress, store_key
 from fedmll.models.backbones.base import Backbone, build_norm
+from fedmll.models.standardise import StandardiseFeatures, pool_tokens
 
 BATCH = 16  # images; with larger batches the C library allocates and clears the memory of each layer again (32 MB)
 WHOLE = "backbone"
@@ -42,7 +44,8 @@ Means = NDArray[np.float32]  # (views, images, width)
 
 
 def freeze_and_add_neck(backbone: Backbone, model: ModelSettings, seed: int) -> Backbone:
-    """Apply `model.freeze` and `model.width`: freeze stages of the backbone and add a trained neck."""
+    """Apply `model.freeze`, `model.standardise` and `model.width`: freeze stages of the backbone, standardise its
+    features and add a trained neck."""
     if model.freeze != "none":
         stages = backbone.stages()
         if model.freeze != WHOLE and len(stages) < int(model.freeze):
@@ -53,6 +56,8 @@ def freeze_and_add_neck(backbone: Backbone, model: ModelSettings, seed: int) -> 
         backbone.frozen = tuple(stages if model.freeze == WHOLE else stages[: int(model.freeze)])
         for stage in backbone.frozen:
             stage.requires_grad_(False)
+    if model.standardise is True:
+        backbone.standardise = StandardiseFeatures(backbone.width)
     if model.width is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(seed, "neck"))
@@ -65,31 +70,29 @@ def freeze_and_add_neck(backbone: Backbone, model: ModelSettings, seed: int) -> 
 def compute_tokens(backbone: Backbone, images: Tensor) -> Tensor:
     """The input of a head, from images or from stored tokens (float16): a map of tokens.
 
-    For feature vectors and stored means: (batch, width).
+    For feature vectors, stored means, and standardised means: (batch, width).
     """
-    if images.dtype == torch.float16:
-        tokens = images.float()
-    elif backbone.stores_means and images.dim() == 2:
-        return images
-    else:
-        tokens = backbone(images)
-        if backbone.is_frozen:
-            tokens = tokens.half().float()
+    tokens = backbone_outputs(backbone, images)
+    if backbone.standardise is not None:
+        tokens = backbone.standardise(tokens)
     if backbone.neck is None:
         return tokens
     return backbone.neck(tokens if tokens.dim() == 4 else as_map(tokens))
 
 
+def backbone_outputs(backbone: Backbone, images: Tensor) -> Tensor:
+    """What the backbone itself gives, before standardisation and neck."""
+    if images.dtype == torch.float16:
+        return images.float()
+    if backbone.stores_means and images.dim() == 2:
+        return images
+    tokens: Tensor = backbone(images)
+    return tokens.half().float() if backbone.is_frozen else tokens
+
+
 def as_map(vectors: Tensor) -> Tensor:
     """Feature vectors as maps of one token."""
     return vectors[:, :, None, None]
-
-
-def pool_tokens(tokens: Tensor) -> Tensor:
-    """The mean over a map of tokens (batch, width, rows, columns); a map of one token or a vector is not changed."""
-    if tokens.dim() == 2:
-        return tokens
-    return tokens.flatten(1) if tokens.shape[2:] == (1, 1) else tokens.mean((2, 3))
 
 
 def store_frozen_features(
@@ -195,10 +198,10 @@ def _code_hash(thing: Any) -> str:
 
 
 def _digest(backbone: Backbone) -> str:
-    """The hash of all weights without the neck."""
+    """The hash of all weights of the backbone itself."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in backbone.state_dict().items():
-        if not name.startswith("neck."):
+        if not name.startswith(("standardise.", "neck.")):
             digest.update(name.encode())
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from fedmll.core.errors import ConfigError
 from fedmll.core.seeding import numpy_generator
 from fedmll.models.backbones import Backbone
-from fedmll.models.frozen_features import as_map, compute_tokens, pool_tokens
+from fedmll.models.frozen_features import as_map, compute_tokens
+from fedmll.models.standardise import pool_tokens
 
 CLASSIFIER_ROWS = "classifier rows"  # a key of Network.class_vectors
 
@@ -54,6 +55,11 @@ class Network(nn.Module):
     def logits(self, features: Tensor) -> Tensor:
         raise NotImplementedError
 
+    @property
+    def class_bias(self) -> str | None:
+        """The name of the parameter that has one bias per class, if there is one."""
+        return None
+
     def forward(self, images: Tensor, states: Tensor | None = None) -> Tensor:
         return self.logits(self.features(images, states))
 
@@ -79,6 +85,10 @@ class Classifier(Network):
     def logits(self, features: Tensor) -> Tensor:
         logits: Tensor = self.head(features)
         return logits
+
+    @property
+    def class_bias(self) -> str | None:
+        return "head.bias"
 
     def class_vectors(self) -> dict[str, Tensor]:
         return {CLASSIFIER_ROWS: self.head.weight}
@@ -127,9 +137,10 @@ class Lift(nn.Module):
 
 
 class LiftedClassifier(Classifier):
-    """A linear head on the mean of the tokens and its lifted features."""
+    """A linear head on the mean of the tokens and its lifted features, which are not standardised."""
 
     def __init__(self, backbone: Backbone, classes: int, lift: Lift) -> None:
+        backbone.standardise = None
         super().__init__(backbone, classes)
         self.lift = lift
         self.head = nn.Linear(lift.width, classes)

@@ -251,7 +251,8 @@ class _TrainingLoop:
         settings = self.experiment.engine
         is_last = number == self.experiment.training.rounds
         # with one model per client (`alone`) only the last round is evaluated
-        if is_last or (number % settings.evaluate_every == 0 and not method.has("local-models")):
+        is_due = number % settings.evaluate_every == 0 and (number > 0 or method.starts_with_a_head)
+        if is_last or (is_due and not method.has("local-models")):
             evaluation = engine.evaluate(method.final_model(state))
             row |= evaluation.values
             self._keep_if_best(row, state)

@@ -68,12 +68,18 @@ class ReplyStatistics:
 class ReplyComparison:
     """The statistics of all replies of a round.
 
-    The last `buffer_count` weights are running statistics. `earlier_medians` has the largest median of each part's
+    The last `buffer_count` weights are running statistics, except the last `server_count` of these, which the server
+    sets. `earlier_medians` has the largest median of each part's
     tensor in earlier rounds: the first reply of a client that joins late can be as large as all first replies were.
     """
 
-    def __init__(self, buffer_count: int, earlier_medians: Mapping[str, float] = MappingProxyType({})) -> None:
-        self.buffer_count, self.earlier_medians = buffer_count, earlier_medians
+    def __init__(
+        self,
+        buffer_count: int,
+        earlier_medians: Mapping[str, float] = MappingProxyType({}),
+        server_count: int = 0,
+    ) -> None:
+        self.buffer_count, self.server_count, self.earlier_medians = buffer_count, server_count, earlier_medians
         self.statistics: dict[str, ReplyStatistics] = {}
 
     def add(self, name: str, *, samples: int, sent: Message, reply: Message, by_class: Collection[str] = ()) -> None:
@@ -85,7 +91,8 @@ class ReplyComparison:
                 end = len(tensor) - self.buffer_count
                 update = tensor[:end] - sent["weights"][:end]
                 sizes[UPDATE] = float(update.norm())
-                sizes[RUNNING] = 1 + float(tensor[end:].norm())  # they start from 0 and 1 for any data
+                running = tensor[end : len(tensor) - self.server_count]
+                sizes[RUNNING] = 1 + float(running.norm())  # they start from 0 and 1 for any data
                 places = torch.randint(end, (COORDINATES,), generator=torch.Generator().manual_seed(0))
                 direction = update if end <= COORDINATES else update[places]
                 digest = hashlib.blake2b(tensor.contiguous().numpy().data, digest_size=16).digest()

@@ -251,7 +251,9 @@ class FlowerRound:
         self.states_before = dict(self.site_states.latest)
         self.messages: dict[int, Message] = {}
         self.replies = DiskBuffer[ClientInfo](self.folder)
-        self.comparison = ReplyComparison(self.trainer.weights.buffer_count, self.earlier_medians)
+        self.comparison = ReplyComparison(
+            self.trainer.weights.buffer_count, self.earlier_medians, self.trainer.weights.server_count
+        )
         self.by_class: set[str] | None = None  # names of tensors that depend on a client's classes
         self.rejected: set[str] = set()  # clients whose replies are not aggregated
         self.unusable: set[str] = set()  # of those: the aggregation of the reply failed

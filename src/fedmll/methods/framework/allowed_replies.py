@@ -125,7 +125,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class TrainedWeightsSpec(TensorSpec):
     """Weights after a round of training. The *update* is bounded, so that neither very large nor inverted weights are
-    accepted. Running statistics have a moderate norm, and no variance is negative."""
+    accepted. Running statistics have a moderate norm, and no variance is negative. What only the server sets has not
+    changed."""
 
     start: Tensor | None = None
     flat: FlatWeights | None = None
@@ -133,7 +134,11 @@ class TrainedWeightsSpec(TensorSpec):
     @cached_property
     def size(self) -> float:
         assert self.start is not None
-        return 1 + float(torch.linalg.vector_norm(self.start))
+        return 1 + float(torch.linalg.vector_norm(self.start[: len(self.start) - self.server_count]))
+
+    @property
+    def server_count(self) -> int:
+        return 0 if self.flat is None else self.flat.server_count
 
     def find_problem(self, name: str, tensor: Tensor) -> ReplyProblem | None:
         assert self.start is not None
@@ -141,10 +146,12 @@ class TrainedWeightsSpec(TensorSpec):
         if problem is not None:
             return problem
         count = 0 if self.flat is None else self.flat.buffer_count
-        end, size = tensor.numel() - count, self.size
+        end, stop, size = tensor.numel() - count, tensor.numel() - self.server_count, self.size
         moved = float(torch.dist(tensor, self.start) if not count else torch.dist(tensor[:end], self.start[:end]))
-        statistics = float(torch.linalg.vector_norm(tensor[end:])) if count else 0.0
+        statistics = float(torch.linalg.vector_norm(tensor[end:stop])) if count else 0.0
         text = None
+        if not torch.equal(tensor[stop:], self.start[stop:]):
+            return ReplyProblem(ProblemCode.RULE, f"{name} changed the mean or the scale of the features")
         if not math.isfinite(moved + statistics) and not bool(torch.isfinite(tensor).all()):
             text = f"{name} holds NaN or infinite values"
         elif not moved <= LARGEST_UPDATE * size:

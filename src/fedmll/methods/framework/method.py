@@ -36,6 +36,7 @@ from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.parts.averaging import AVERAGES
 from fedmll.methods.parts.ridge_head import RidgeHead
 from fedmll.methods.parts.server_optimizer import ServerOptimizer
+from fedmll.methods.parts.standardisation import LocalStandardisation, Standardisation
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat_weights import FlatWeights
 from fedmll.models.frozen_features import freeze_and_add_neck
@@ -134,6 +135,7 @@ class Method(MethodEntry):
         self.task, self.config, self.options = task, config, config.options
         self.pooled = pooled  # one client has all data and all labels
         (head, head_options), *components = config.components
+        components = self._with_standardisation(components)
         assert issubclass(head, Head)
         self.network_head = head(task, head_options)
         kinds = {component.name: component for component, _ in components if issubclass(component, Part)}
@@ -144,6 +146,16 @@ class Method(MethodEntry):
         ]
         self.average_part: Any = next(part for part in self.active_parts if "aggregation" in part.provides)
         self.target_loss = self.part(TargetLoss)
+
+    def _with_standardisation(self, components: list[tuple[type[Component], Any]]) -> list[tuple[type[Component], Any]]:
+        """The parts and the one that [model] adds. It is the first, because its result decides what features are; where
+        clients have their own models it is the last, because it changes what the client has loaded."""
+        model = self.task.experiment.model
+        if (not model.standardise and model.bias != "prior") or any(c is Standardisation for c, _ in components):
+            return components
+        if any("local-models" in component.provides for component, _ in components):
+            return [*components, (LocalStandardisation, PartOptions())]
+        return [(Standardisation, PartOptions()), *components]
 
     def part(self, kind: type[P]) -> P:
         return next(part for part in self.active_parts if isinstance(part, kind))
@@ -164,6 +176,8 @@ class Method(MethodEntry):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.task.seed, "head"))
             model = self.network_head.build(backbone)
+        if backbone.standardise is not None:
+            backbone.standardise.pools = model.uses_mean_features and backbone.neck is None
         if not contract_checks.is_built_in(type(self.network_head)):
             contract_checks.check_network(self.network_head, model, self.task.sample_shape, len(self.task.classes))
         return model
@@ -202,6 +216,11 @@ class Method(MethodEntry):
 
     def has_exchange(self, exchange: str) -> bool:
         return any(exchange in part.exchanges for part in self.active_parts)
+
+    @property
+    def starts_with_a_head(self) -> bool:
+        """Whether the opening exchange computes a head, so that the model before round 1 is worth evaluating."""
+        return any("opening" in part.exchanges for part in self.active_parts if not isinstance(part, Standardisation))
 
     def exchange_in(self, round: int) -> str | None:
         """The exchange of statistics in a round, or None if clients train in it. Round 0 is the opening exchange, and
@@ -297,11 +316,18 @@ class MethodAggregator:
                 own, logged = self.aggregators[part.name].result(merged)
                 records |= logged
                 if part is average:
-                    merged |= own
+                    merged |= self._with_server_buffers(own)
                 else:
                     states[part] = own
         self._check(merged)
         return method.join(states | {average: merged}), records
+
+    def _with_server_buffers(self, averaged: Tensors) -> Tensors:
+        """What only the server sets is not averaged: a plug-in's average might round it."""
+        layout = getattr(self.method.average_part, "weights", None)
+        if layout is not None and layout.server_count and "weights" in averaged:
+            averaged["weights"][-layout.server_count :] = self.state["weights"][-layout.server_count :]
+        return averaged
 
     def _check(self, merged: Tensors) -> None:
         """An unusable model is never stored: clients that train from it would be blamed in the next round."""

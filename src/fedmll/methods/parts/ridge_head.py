@@ -33,10 +33,11 @@ from fedmll.core.processes import single_thread
 from fedmll.methods.framework.base import Aggregator, Part, PartOptions, Records, TensorSpec, option
 from fedmll.methods.framework.client_round import ClientInfo, ClientRound
 from fedmll.methods.parts.classifier_rows import HeadRows
-from fedmll.methods.parts.sum_checks import refuse_moments
+from fedmll.methods.parts.standardisation import MEAN, SCALE
+from fedmll.methods.parts.sum_checks import LARGEST_SQUARE, are_moments, refuse_moments
 
 GRID = torch.logspace(-5, 1, 13, dtype=torch.float64)  # values of λ, relative to the number of samples
-LARGEST_SUM, LARGEST_SQUARE = 1e12, 1e16  # accepted for 10⁸ samples with features up to 10⁴
+LARGEST_SUM = 1e12  # accepted for 10⁸ samples with features up to 10⁴
 SMALLEST = 1e-6  # lower bound of a feature's standard deviation
 
 
@@ -77,7 +78,7 @@ class HeadFromSums(Part):
             "all": TensorSpec(
                 (3, width),
                 double,
-                rule=_moments,
+                rule=are_moments,
                 broken="does not hold counts, sums and squares",
                 check_together=lambda sums, samples: refuse_moments(sums, samples, self.unit),
             ),
@@ -105,6 +106,11 @@ class RidgeHead(HeadFromSums):
     def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
         """Training must not change the features, as batch normalisation does."""
         model = experiment.model
+        if model.standardise and model.width is not None:
+            raise ConfigError(
+                "A head from ridge regression is computed before the features are standardised, and the layer of "
+                "model.width comes after that. Set model.standardise = false, or leave model.width out."
+            )
         alive = (model.freeze != "backbone" and model.backbone != "mlp") or model.width is not None
         if experiment.training.rounds and model.norm == "batch" and alive:
             raise ConfigError(
@@ -170,10 +176,20 @@ class RidgeAggregator(FeatureSumsAggregator):
     @single_thread()
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
         rows, strength = self.solve(self.part.options.ridge)
+        rows = self.for_standardised(rows, merged["weights"])
         head = HeadRows.of(self.part.weights)
         front, _, back = head.split(merged["weights"], len(rows))
         merged["weights"] = head.join(front, rows.float(), back)
         return {}, {"ridge": strength}
+
+    def for_standardised(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """The same function of standardised features. Clients summed the features as they are, because mean and scale
+        follow from the same exchange: w f + b = (w / scale) f̂ + (b + w mean)."""
+        layout = self.part.weights.layout
+        if MEAN not in layout:
+            return rows
+        mean, scale = (weights[layout[name].where].double() for name in (MEAN, SCALE))
+        return torch.cat([rows[:, :-1] / scale, rows[:, -1:] + rows[:, :-1] @ mean[:, None]], 1)
 
     def solve(self, ridge: float | str) -> tuple[Tensor, float]:
         """The classifier's rows (C, width + bias) in logits, and λ. The row of a class without known targets is 0."""
@@ -261,10 +277,3 @@ def _symmetric(gram: Tensor) -> bool:
     """Symmetric, with squares ≥ 0 on the diagonal, and not too large."""
     squares = gram.diagonal(dim1=1, dim2=2)
     return torch.equal(gram, gram.mT) and bool((squares >= 0).all()) and float(gram.abs().max()) <= LARGEST_SQUARE
-
-
-def _moments(moments: Tensor) -> bool:
-    """At least one sample, and squares of sums within the Cauchy–Schwarz bound."""
-    count, total, squares = moments
-    bounded = bool((count >= 1).all()) and float(squares.max()) <= LARGEST_SQUARE
-    return bounded and bool((total.square() <= count * squares * (1 + 1e-6) + 1e-6).all())

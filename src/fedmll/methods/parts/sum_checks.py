@@ -9,19 +9,20 @@ from torch import Tensor
 from fedmll.core.message import Tensors
 
 LARGEST_FEATURE = 1e4  # larger features are rejected
+LARGEST_SQUARE = 1e16  # accepted for 10⁸ samples with features up to 10⁴
+MOST_CLASSES = 10**6
 LARGEST_SCORE = 1e4  # larger logits are rejected
 ROUNDING = 1e-6  # relative rounding error of a sum over many samples
 
 
 def refuse_moments(sums: Tensors, samples: float, unit: bool = False) -> str | None:
     """Why the sums of a ridge head cannot be those of `samples` samples, or None. `unit`: all features have norm 1."""
-    count, _, squares = sums["all"]
+    reason = _refuse_totals(sums["all"], samples, unit)
+    if reason is not None:
+        return reason
+    squares = sums["all"][2]
     gram, group, cross = sums["gram"], sums["group"], sums["cross"]
     known = gram[:, -1, -1]
-    if not bool((count == samples).all()):
-        return f"its sums are of {float(count.max()):g} samples, and it has {samples:g}"
-    if float(squares.max()) > samples * LARGEST_FEATURE**2 or (unit and float(squares.sum()) > _up(samples)):
-        return f"its features are larger than {'1' if unit else f'{LARGEST_FEATURE:g}'}"
     if not _counts(known, samples) or int(group.max()) >= len(gram):
         return "its matrices have impossible numbers of samples, or it refers to a matrix that it did not send"
     if bool((gram.diagonal(dim1=1, dim2=2)[:, :-1] > _up(squares)).any()):
@@ -33,6 +34,36 @@ def refuse_moments(sums: Tensors, samples: float, unit: bool = False) -> str | N
     if reason is None and "positive" in sums:
         reason = _refuse_positive(sums["positive"], cross, of)
     return reason
+
+
+def refuse_statistics(sums: Tensors, samples: float) -> str | None:
+    """Why the statistics for standardisation cannot be those of `samples` samples, or None."""
+    reason = _refuse_totals(sums["moments"], samples) if "moments" in sums else None
+    if reason is None and "moments" in sums and not are_moments(sums["moments"]):
+        reason = "its sums and sums of squares do not fit together"
+    if reason is None and "labels" in sums:
+        known, positive = sums["labels"]
+        total = known.numel() == 1  # of all classes together
+        if not _counts(known, MOST_CLASSES * samples if total else samples) or not _counts(positive, known):
+            reason = "it has more known labels than samples, or more positives than known labels"
+    return reason
+
+
+def are_moments(moments: Tensor) -> bool:
+    """At least one sample, and squares of sums within the Cauchy–Schwarz bound."""
+    count, total, squares = moments
+    bounded = bool((count >= 1).all()) and float(squares.max()) <= LARGEST_SQUARE
+    return bounded and bool((total.square() <= count * squares * (1 + ROUNDING) + ROUNDING).all())
+
+
+def _refuse_totals(moments: Tensor, samples: float, unit: bool = False) -> str | None:
+    """Numbers of samples and squares of features that cannot be those of `samples` samples."""
+    count, _, squares = moments
+    if not bool((count == samples).all()):
+        return f"its sums are of {float(count.max()):g} samples, and it has {samples:g}"
+    if float(squares.max()) > samples * LARGEST_FEATURE**2 or (unit and float(squares.sum()) > _up(samples)):
+        return f"its features are larger than {'1' if unit else f'{LARGEST_FEATURE:g}'}"
+    return None
 
 
 def _refuse_cross(cross: Tensor, gram: Tensor) -> str | None:

@@ -26,6 +26,7 @@ from fedmll.models.pretrained_weights import (
     is_run,
     read_run_model_settings,
 )
+from fedmll.models.standardise import StandardiseFeatures
 
 B = TypeVar("B", bound="Backbone")
 CLASSIFIERS = ("fc.", "classifier.")  # torchvision's names
@@ -38,6 +39,7 @@ class Backbone(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.standardise: StandardiseFeatures | None = None  # after the tokens of a frozen backbone
         self.neck: nn.Module | None = None  # between tokens and head (models/frozen_features.py)
         self.frozen: tuple[nn.Module, ...] = ()  # frozen stages
         self.stores_means = False  # vectors as input are means of its own tokens (models/frozen_features.py)
@@ -60,7 +62,7 @@ class Backbone(nn.Module):
 
     def stages(self) -> list[nn.Module]:
         """The modules in order, starting at the image; each parameter is in one of them."""
-        return [child for child in self.children() if child is not self.neck]
+        return [child for child in self.children() if child not in (self.standardise, self.neck)]
 
     def load(self, weights: dict[str, Tensor], origin: str) -> None:
         """Load all weights by name; for grey images the colour filters of the first layer are summed."""
@@ -120,10 +122,9 @@ def _build(model: ModelSettings, sample_shape: tuple[int, ...]) -> Backbone:
     origin = before.weights if model.backbone == "vit" else None
     backbone = _build(model.model_copy(update={"weights": origin}), sample_shape)
     weights = _read_run_weights(find_weights_file(model.pretrained))
-    start = "backbone."
-    backbone.load(
-        {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}, model.pretrained
-    )
+    start, statistics = "backbone.", "backbone.standardise."  # statistics are those of the other run's data
+    own = {name: w for name, w in weights.items() if name.startswith(start) and not name.startswith(statistics)}
+    backbone.load({name.removeprefix(start): w for name, w in own.items()}, model.pretrained)
     return backbone
 
 
