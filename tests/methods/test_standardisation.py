@@ -159,7 +159,9 @@ def test_average_keeps_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for aggregator in (WeightedAverageAggregator, Rounding):
         monkeypatch.setattr(
-            WeightedAverage, "aggregator", lambda self, *_, kind=aggregator: kind(lambda reply: reply.numbers["samples"])
+            WeightedAverage,
+            "aggregator",
+            lambda self, *_, kind=aggregator: kind(lambda reply: reply.numbers["samples"]),
         )
         replies = [
             (

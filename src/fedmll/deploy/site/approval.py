@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedmll.core import files
 from fedmll.core.files import move_damaged_file
+from fedmll.core.small_groups import MIN_GROUP_SIZE
 from fedmll.core.text import Confirm, confirm_at_terminal, printable
 from fedmll.deploy.error_codes import SiteError, SiteErrorCode
 from fedmll.deploy.security.audit_log import AuditLog
@@ -27,6 +28,7 @@ from fedmll.deploy.site.memory_estimate import GIGABYTE
 from fedmll.methods import build_method
 from fedmll.methods.framework.base import Part, overrides
 from fedmll.methods.framework.task import Task
+from fedmll.methods.parts.standardisation import Standardisation
 
 FILE = "approved.json"
 MAX_APPROVED = 100  # the latest ones are kept
@@ -76,6 +78,7 @@ def describe_study(task: Task, training: int, held_out: int, memory: float) -> l
             "training images where it is present, absent and unknown (rounded to 5; no count below --min-count), a "
             "digest of the data, a few numbers that identify the frozen layers of the model",
         ),
+        *_leaves_at_the_start(parts, training),
         (
             "leaves per round",
             "the trained weights, loss, number of images and steps" + (f"; for the parts: {names}" if names else "")
@@ -129,6 +132,18 @@ def _read_approved(path: Path, show: Callable[[str], None]) -> dict[str, str]:
         renamed = move_damaged_file(path).name
         show(f"warning: {path} cannot be read and was renamed to {renamed}. You are asked for approval again.")
         return {}
+
+
+def _leaves_at_the_start(parts: Sequence[Part], training: int) -> list[tuple[str, str]]:
+    found = [part for part in parts if isinstance(part, Standardisation)]
+    if not training or not found:
+        return []
+    classes = "for all classes together" if found[0].private else "for each class"
+    what = (
+        f"before round 1: sums and sums of squares of the features of your training images and, {classes}, how many "
+        f"labels are known and how many of them are present (counts below {MIN_GROUP_SIZE} of a class as 0)"
+    )
+    return [("leaves at start", what)]
 
 
 def _sends_reply(part: Part) -> bool:
