@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from fedmll.cli import methods
 from fedmll.cli.methods import table_cells
-from fedmll.methods.catalog import MethodSummary, built_in_methods, read_catalog
+from fedmll.methods import catalog, find
+from fedmll.methods.catalog import MethodSummary, built_in_methods, describe_options, read_catalog
 
 BROAD = {"paper", "up", "down", "a client keeps"}
 
@@ -72,3 +76,33 @@ def test_one_method_is_shown_in_full() -> None:
 def test_catalog_agrees_with_the_method_classes() -> None:
     """If it does not, run `python -m fedmll.methods.catalog`."""
     assert read_catalog() == built_in_methods()
+
+
+def test_catalog_file_is_written_from_the_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "FILE", tmp_path / "catalog.toml")
+    catalog.main()
+    assert read_catalog() == built_in_methods()
+    fedavg = tomllib.loads((tmp_path / "catalog.toml").read_text())["fedavg"]
+    assert fedavg["setting"] == ["skew"] and not {"name", "remembers"} & fedavg.keys()  # no name twice, nothing empty
+
+
+def test_options_are_described_with_range_and_default() -> None:
+    groups = dict(describe_options(find("fedlgt")))
+    rows = {row[0]: row[2:] for group in groups.values() for row in group}
+    assert rows["ca_mle"] == ("true, false", "true")
+    assert rows["layers"] == ("≥ 1", "3")
+    assert rows["dropout"] == ("≥ 0 and < 1", "0.1")
+    assert rows["inducing"] == ("≥ 1 or none", "none")
+    assert rows["server_beta1"] == ("≥ 0 and < 1 or auto", "auto")
+    assert rows["fine_names"] == ("text or none", "none")
+    assert rows["fine"] == ("concat, average", "concat")
+    assert [row[0] for row in groups[""]] == ["start", "ca_mle", "average"]  # the method's own, of no head or part
+    assert any(title.startswith("average 'trimmed-mean': The mean in every coordinate") for title in groups)
+    composed = {row[0]: row[2:] for row in dict(describe_options(find("compose")))[""]}
+    assert composed["parts"] == ("names", "unknown-as-negative")
+
+
+def test_symbols_of_a_paper_stand_behind_the_options() -> None:
+    method = next(find(name) for name in built_in_methods() if find(name).symbols)
+    names = {row[0] for _, rows in describe_options(method) for row in rows}
+    assert {f"{option} ({symbol})" for symbol, option in method.symbols.items()} <= names

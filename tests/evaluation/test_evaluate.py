@@ -19,7 +19,7 @@ from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation import metrics
-from fedmll.evaluation.evaluate import evaluate_global_model
+from fedmll.evaluation.evaluate import evaluate_global_model, evaluate_local_models
 from fedmll.evaluation.metric_definitions import METRICS
 from fedmll.evaluation.thresholds import best_thresholds
 
@@ -145,3 +145,47 @@ def test_a_run_names_the_classes_that_are_left_out_of_the_averages(
     assert left_out["f1"] == left_out["ap"] == ["[finding 10]"]
     lines = (tmp_path / "run" / "per_class.csv").read_text().splitlines()
     assert "nan" in lines[11] and "nan" not in lines[1]
+
+
+def test_local_models_are_averaged_on_the_test_data_and_each_is_evaluated_on_its_own_samples(
+    small_federation: Federation,
+) -> None:
+    """Clients 0 and 1 have models; client 2 holds samples out and has none."""
+    rng = np.random.default_rng(3)
+    targets, owner = rng.integers(0, 2, (24, 3)), [0] * 12 + [1] * 8 + [2] * 4
+    labels, names = targets.astype(np.int8), ("a", "b", "c")
+    scores = {client: both(*rng.random((2, 24, 3), np.float32)) for client in (0, 1)}
+    data = data_of(small_federation, targets, targets, owner)
+    found = evaluate_local_models(data, scores)
+    single = [
+        metrics.evaluate(each["test"], labels, names, best_thresholds(each["validation"], labels))
+        for each in scores.values()
+    ]
+    for name in ("map", "macro_auc", "macro_f1_tuned"):
+        assert found.values[name] == pytest.approx(np.mean([report.values[name] for report in single]))
+    np.testing.assert_allclose(found.report.per_class["ap"], np.mean([r.per_class["ap"] for r in single], axis=0))
+    own = np.concatenate([scores[0]["validation"][:12], scores[1]["validation"][12:20]])
+    expected = metrics.evaluate_per_client(own, labels[:20], np.array(owner[:20]), names)
+    assert found.clients is not None and found.clients.table["client"].tolist() == [0, 1]
+    assert (
+        found.clients.values == expected.values
+        and found.values["client_mean_auc"] == expected.values["client_mean_auc"]
+    )
+
+
+def test_one_local_model_without_held_out_samples(small_federation: Federation) -> None:
+    rng = np.random.default_rng(4)
+    targets, scores = rng.integers(0, 2, (20, 3)), rng.random((20, 3), np.float32)
+    data = data_of(small_federation, targets, targets, [1] * 20)
+    found = evaluate_local_models(data, {0: both(scores, scores)})  # the samples are another client's
+    alone = evaluate_global_model(replace(data, held_out=data.held_out.subset(np.arange(0))), both(scores, scores))
+    assert found.clients is None and found.values == pytest.approx(alone.values)
+    assert found.report.left_out == alone.report.left_out
+
+
+def test_without_validation_scores_nothing_is_tuned(small_federation: Federation) -> None:
+    rng = np.random.default_rng(5)
+    targets, scores = rng.integers(0, 2, (20, 3)), rng.random((20, 3), np.float32)
+    data = data_of(small_federation, targets, targets[:1])
+    found = evaluate_global_model(data, {"test": scores})
+    assert not [name for name in found.values if "tuned" in name or name.startswith("val_")] and found.clients is None

@@ -55,4 +55,30 @@ def test_a_metric_of_a_plug_in_is_percent_and_its_own_label(monkeypatch: pytest.
 def test_sites_report_only_what_they_can_compute() -> None:
     names = metric_definitions.metrics_from_sites()
     assert {"macro_auc", "hamming", "val_map"} <= names
-    assert not {"accuracy", "macro_f1_tuned", "client_mean_auc", "sites_map", "val_hamming"} & names
+    assert not {"accuracy", "macro_f1_tuned", "micro_f1_tuned", "client_mean_auc", "sites_map", "val_hamming"} & names
+
+
+def test_metrics_on_other_data_have_their_prefix_and_say_what_they_need() -> None:
+    names = {name for name in METRICS if name.startswith("val_")}
+    assert names == {"val_macro_auc", "val_map", "val_macro_f1"}
+    assert {name for name in METRICS if name.startswith("client_")} == {
+        f"client_{kind}_{name}" for kind in ("mean", "worst") for name in ("auc", "map", "macro_f1")
+    }
+    assert METRICS["map"].needs == "a class with a positive in the test data"
+    assert METRICS["accuracy"].needs == "test samples that all have exactly one label"
+    assert METRICS["macro_f1_tuned"].needs == "a class with a positive in the test data, and validation data"
+    assert METRICS["val_map"].needs == "a class with a positive in the validation data"
+    assert METRICS["client_worst_auc"].needs.endswith(
+        "samples that the clients themselves hold out (partition.holdout)"
+    )
+
+
+def test_places_of_the_metrics_of_clients_and_sites() -> None:
+    headline, report, log = metric_definitions.HEADLINE, metric_definitions.REPORT, metric_definitions.LOG
+    assert METRICS["client_mean_auc"].shown_in == METRICS["client_worst_auc"].shown_in == (headline,)
+    assert METRICS["client_mean_map"].shown_in == ()
+    of_sites = metric_definitions.FEDERATED_METRICS
+    assert of_sites["pooled_macro_auc"].shown_in == (headline, report, log, metric_definitions.RUN_LIST)
+    assert of_sites["pooled_map"].shown_in == (headline, report)
+    assert of_sites["sites_map"].shown_in == (headline, report, metric_definitions.ROUND_TABLE)
+    assert of_sites["sites_hamming"].shown_in == ()

@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 
 from fedmll import resume, run
-from fedmll.core.errors import ReplyRejected
+from fedmll.core.errors import ConfigError, ReplyRejected
 from fedmll.core.message import DiskBuffer, Message, Tensors
-from fedmll.methods.framework.base import Aggregator, ImageTransform, Part, PartOptions, Records, TensorSpec, option
+from fedmll.methods import find
+from fedmll.methods.framework.base import (
+    LARGEST_SUMMED,
+    Aggregator,
+    ImageTransform,
+    Part,
+    PartOptions,
+    Records,
+    TensorSpec,
+    option,
+)
 from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
 from fedmll.methods.framework.method import Method
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
@@ -359,3 +369,67 @@ def test_bounds_of_a_specification_are_allowed_values() -> None:
         ([3.5, 4.0], "has the norm 5.32; at most 5 is accepted"),
     ):
         assert text in str(spec.find_problem("t", torch.tensor(wrong)))
+
+
+# ---- options and configurations
+
+
+def test_shared_options_are_those_that_say_so() -> None:
+    class Sharing(Part):
+        class Options(PartOptions):
+            one: float = option(1.0, "for all parts", shared=True)
+            two: float = option(1.0, "for this part")
+
+    assert Sharing.shared_options() == ["one"]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_options_are_finite(value: float) -> None:
+    with pytest.raises(ConfigError, match="mu"):
+        experiment(method__name="fedprox", method__mu=value)
+
+
+def test_sums_without_a_specification_are_bounded() -> None:
+    class Summed(Part):
+        sends = sums = ("total",)
+
+    expected = Summed.reply_spec(Summed.__new__(Summed), {"total": torch.zeros(1)}, 1)["total"]
+    assert LARGEST_SUMMED == 1e9
+    for value in (1e9, -1e9):
+        assert expected.find_problem("total", torch.tensor([value])) is None
+        assert expected.find_problem("total", torch.tensor([1.001 * value])) is not None
+
+
+def test_options_decided_by_a_rule_can_be_reopened() -> None:
+    config = find("fedavg").configure({"server_optimizer": "adam", "server_lr": 0.3, "trim": 0.1})
+    reopened = config.reopened().values
+    assert reopened["server_lr"] == "auto"  # the rule decides it again
+    assert (reopened["server_optimizer"], reopened["trim"]) == ("adam", 0.1)
+    assert "inducing" not in find("fedctran").configure({}).values  # no value is not a value: TOML has no null
+
+
+def test_sites_do_not_receive_the_options_of_the_server() -> None:
+    config = find("fedavg").configure({"server_optimizer": "adam", "trim": 0.1})
+    for_sites = config.values_for_sites(config.values)
+    assert for_sites["trim"] == 0.1 and not [name for name in for_sites if name.startswith("server")]
+    composed = find("compose").configure(
+        {"parts": ["masked", "server-optimizer"], "server-optimizer": {"server_lr": 1}}
+    )
+    for_sites = composed.values_for_sites(composed.values)
+    assert for_sites["parts"] == ["masked"] and "server-optimizer" not in for_sites and for_sites["head"] == "linear"
+
+
+def test_only_the_centralized_upper_bound_pools_the_data() -> None:
+    assert find("centralized").configure({}).pooled
+    assert not find("fedavg").configure({}).pooled
+
+
+def test_parts_share_one_pass_over_the_data() -> None:
+    trainer = make_trainer(experiment(method__name="fedavg"))
+    client_round = ClientRound(make_client(trainer, LABELS), Message())
+    with_features = client_round.outputs(features=True)
+    assert with_features.features is not None and client_round.outputs() is with_features
+    client_round.model_changed()
+    plain = client_round.outputs()
+    assert plain is not with_features and plain.features is None
+    torch.testing.assert_close(plain.probabilities, with_features.probabilities)
