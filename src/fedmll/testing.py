@@ -8,6 +8,7 @@ loss = compute_loss(trainer, client_round)
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,7 @@ def start_round(
     parts = trainer.method.active_parts
     states = {part.name: tensors_of(part.name, client_state or {}) for part in parts}
     client_round = ClientRound(client, message or Message(), states)
+    client_round.batch_loss = partial(trainer.batch_loss, client_round)
     for part in parts:
         client_round.round_states[part.name] = part.on_round_start(client_round)
     client.model.train()

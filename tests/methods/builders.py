@@ -201,8 +201,7 @@ Loss = Callable[[Tensor, Batch], Tensor]
 
 
 def trained_by_hand(model: nn.Module, start: Tensors, client: Client, loss: Loss, *, lr: float, mu: float = 0.0) -> Any:
-    """The weights after a round of plain SGD on loss(logits, batch) + μ/2 ‖w − w_start‖²; and the losses' mean, without
-    the penalty."""
+    """The weights after a round of plain SGD on loss(logits, batch) + μ/2 ‖w − w_start‖²; and the mean of that."""
     weights = FlatWeights(model)
     weights.load(start)
     origin = [parameter.detach().clone() for parameter in weights.parameters]
@@ -210,9 +209,9 @@ def trained_by_hand(model: nn.Module, start: Tensors, client: Client, loss: Loss
     model.train()
     for batch in client.batches():
         images = (batch.raw.float() / 255 - 0.5) / 0.5 if batch.augmentation == "none" else batch.images
-        value = loss(model(images), batch)
         penalty = sum(((p - o) ** 2).sum() for p, o in zip(weights.parameters, origin, strict=True))
-        gradients = torch.autograd.grad(value + mu / 2 * penalty, weights.parameters)
+        value = loss(model(images), batch) + mu / 2 * penalty
+        gradients = torch.autograd.grad(value, weights.parameters)
         with torch.no_grad():
             for parameter, gradient in zip(weights.parameters, gradients, strict=True):
                 parameter.sub_(lr * gradient)

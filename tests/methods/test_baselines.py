@@ -20,7 +20,7 @@ from fedmll.methods.framework.client_round import ClientInfo, TrainStep
 from fedmll.methods.framework.task import task_of
 from fedmll.methods.parts.averaging import WeightedMean
 from fedmll.methods.parts.proximal_term import ProximalTerm
-from fedmll.testing import aggregate, first_step, make_client, make_trainer, start_round
+from fedmll.testing import aggregate, first_step, make_client, make_client_info, make_trainer, start_round
 from fedmll.training.round_loop import run
 
 PEER = ClientInfo(0, "c000", torch.ones(3, dtype=torch.bool))
@@ -71,6 +71,39 @@ def test_fedprox_gradient_is_the_gradient_of_the_penalty() -> None:
         torch.testing.assert_close(parameter.grad, 1 + gradient)
     with pytest.raises(RuntimeError, match="size of tensor"):  # a penalty on some of the parameters would not be seen
         part.on_gradients(client_round, start[:-1])
+
+
+def test_fedprox_reports_the_loss_with_its_penalty() -> None:
+    """The mean over the steps of BCE + μ/2 ‖w − w_g‖², each before its step."""
+    sgd = {"training__optimizer": "sgd", "training__lr": 0.5, "training__weight_decay": 0.0}
+    trainer = make_trainer(small(method__name="fedprox", method__mu=0.8, **sgd))
+    labels = np.random.default_rng(0).integers(0, 2, (48, 3))
+    state = trainer.method.initial_state()
+    reply = trainer.train(make_client(trainer, labels), trainer.method.send(state, make_client_info(0, 3), 1), {})
+    trainer.weights.load(state)
+    trainer.model.train()
+    start, losses, penalties = trainer.weights.parameter_vector.clone(), [], []
+    for batch in make_client(trainer, labels).batches():
+        moved = trainer.weights.parameter_vector - start
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(trainer.model(batch.images), batch.targets.float())
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, trainer.weights.parameters)])
+        losses.append(loss.item())
+        penalties.append(0.4 * moved.square().sum().item())
+        with torch.no_grad():
+            trainer.weights.parameter_vector.sub_(0.5 * (gradient + 0.8 * moved))
+    assert penalties[0] == 0 < penalties[1] < penalties[2]
+    assert reply.numbers["loss"] == pytest.approx(np.mean(losses) + np.mean(penalties), rel=1e-5)
+    assert np.mean(penalties) > 1e-3
+
+
+def test_fedprox_reports_the_same_loss_of_clients_that_are_trained_at_once() -> None:
+    linear = {"model__freeze": "backbone", "model__weights": "random", "method__name": "fedprox", "method__mu": 2.0}
+    alone, at_once, free = (
+        [row["loss"] for row in run(small(**linear | more)).rows if row["round"]]
+        for more in ({}, {"training__clients_per_batch": 2}, {"method__mu": 0.0})
+    )
+    assert at_once == pytest.approx(alone, rel=1e-5)
+    assert at_once != pytest.approx(free, rel=1e-5)
 
 
 def test_fedprox_without_penalty_is_fedavg_and_with_it_stays_closer() -> None:

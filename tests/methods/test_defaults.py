@@ -73,8 +73,11 @@ DEFAULTS: dict[str, Rows] = {
     "local-only": {},
     "fedprox": BY_SIZE | PROXIMAL,
     "fednova": {"weighting": ("size", "Wang et al. 2020, Section 3: p_i = n_i/n")},
-    "scaffold": {"weighting": ("size", "NIID-Bench, by |D_k|; Karimireddy et al. 2020, Alg. 1 has equal clients")},
-    "fedcurv": BY_SIZE | {"strength": (0.1, "ours: the paper tunes λ and gives no one value")},
+    "scaffold": {
+        "weighting": ("size", "NIID-Bench, by |D_k|; Karimireddy et al. 2020, Alg. 1 has equal clients"),
+        "control_update": ("II", "Karimireddy et al. 2020, Section 4: all its experiments; NIID-Bench"),
+    },
+    "fedcurv": BY_SIZE | {"strength": (0.1, "released code of FedNCA-ML; Shoham et al. 2019 tune λ")},
     "spherefed": BY_SIZE
     | {
         "calibrated": (True, "Dong et al. 2022: the closed-form classifier; off is an ablation"),

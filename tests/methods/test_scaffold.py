@@ -15,6 +15,7 @@ from fedmll import run
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.engines.client_trainer import Trainer
+from fedmll.methods.scaffold import ControlVariates
 from fedmll.testing import aggregate, make_client, make_client_info, make_trainer
 
 SGD: dict[str, Any] = {"training__optimizer": "sgd", "training__lr": 0.1, "training__weight_decay": 0.0}
@@ -50,6 +51,49 @@ def test_round_of_a_client_follows_the_paper() -> None:
     torch.testing.assert_close(memory[C], new, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(reply[CHANGE], new - own, atol=1e-5, rtol=1e-4)
     assert method.find_problem(sent, reply, 2) is None
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_option_1_is_the_gradient_at_the_received_weights(decay: float) -> None:
+    """Of the mean loss over all 44 samples, in batches of 16, 16 and 12 as BatchNorm sees them."""
+    trainer = made(method__control_update="I", training__weight_decay=decay, training__local_epochs=2)
+    end, method, generator = trainer.weights.parameter_end, trainer.method, torch.Generator().manual_seed(0)
+    c, own = (0.3 * torch.randn(end, generator=generator) for _ in range(2))
+    state, labels = method.initial_state(), LABELS[:44]
+    sent = method.send(state | {C: c}, make_client_info(0, 3), 2)
+    memory = {C: own.clone()}
+    reply = trainer.train(make_client(trainer, labels, round=2), sent, memory)
+    after, plain = trainer.weights.dump(), made(training__weight_decay=decay, training__local_epochs=2)
+    usual = plain.train(make_client(plain, labels, round=2), sent, {C: own.clone()})
+    assert torch.equal(reply["weights"], usual["weights"])  # the steps are those of option II
+    assert torch.equal(after["weights"], reply["weights"])  # and the model is as trained
+
+    trainer.weights.load(state)
+    trainer.model.train()
+    expected = decay * state["weights"][:end].double()
+    for number, batch in enumerate(make_client(trainer, labels, round=2).batches()):
+        if number < 3:  # one epoch
+            loss = F.binary_cross_entropy_with_logits(trainer.model(batch.images), batch.targets.float())
+            found = torch.autograd.grad(loss, trainer.weights.parameters)
+            expected += len(batch) / 44 * torch.cat([g.flatten() for g in found])
+    torch.testing.assert_close(memory[C], expected.float(), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(reply[CHANGE], expected.float() - own, atol=1e-6, rtol=1e-4)
+    assert method.find_problem(sent, reply, 2) is None
+
+
+def test_option_1_also_reaches_the_optimum_of_quadratics() -> None:
+    best = quadratics.optimum(np.full(3, 1 / 3))
+    trainer = quadratics.trainer(["control-variates"], "mean", 4.0)
+    trainer.method.part(ControlVariates).options.control_update = "I"
+    np.testing.assert_allclose(quadratics.settled(trainer, 60, "equal"), best, atol=2e-3)
+
+
+def test_option_1_of_clients_that_are_trained_at_once() -> None:
+    linear = {"model__freeze": "backbone", "model__weights": "random", "method__name": "scaffold"}
+    changes = FEW | linear | {"method__control_update": "I"}
+    alone, at_once = (run(small(**changes | more)).weights for more in ({}, {"training__clients_per_batch": 2}))
+    for name in alone:
+        torch.testing.assert_close(at_once[name], alone[name], rtol=1e-4, atol=1e-5)
 
 
 def test_c_is_divided_by_the_number_of_all_clients() -> None:

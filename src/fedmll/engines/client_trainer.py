@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from fedmll.methods import build_method
 from fedmll.methods.framework.base import Part
 from fedmll.methods.framework.client_round import (
     EVALUATION_BATCH,
+    Batch,
     Client,
     ClientInfo,
     ClientRound,
@@ -186,6 +187,7 @@ class Trainer:
         on_device = {name: tensor.to(self.task.device) for name, tensor in client_state.items()}
         states = {name: tensors_of(name, on_device) for name in names}
         client_round = ClientRound(client, message, states, image_transforms=self.image_transforms)
+        client_round.batch_loss = partial(self.batch_loss, client_round)
         if method.exchange_in(client.round) is None:
             for part in method.active_parts:
                 client_round.round_states[part.name] = part.on_round_start(client_round)
@@ -234,23 +236,29 @@ class Trainer:
         losses = list[Tensor]()
         self._training_mode(client.model)
         for batch in client.batches():
-            step = TrainStep(client_round, batch)
-            for part in self.batch_transforms:
-                part.transform_batch(step, states[part.name])
-            loss = self.loss(step)
+            loss = self.batch_loss(client_round, batch)
             backward(loss)
+            loss = loss.detach()
             for part in self.on_gradients:
-                part.on_gradients(client_round, states[part.name])
+                penalty = part.on_gradients(client_round, states[part.name])
+                loss = loss if penalty is None else loss + penalty
             if clip is not None:
                 nn.utils.clip_grad_norm_(parameters, clip)
             optimizer.step()
             client_round.steps += 1
             for part in self.on_step_end:
                 part.on_step_end(client_round, states[part.name])
-            losses.append(loss.detach())
+            losses.append(loss)
         if training.optimizer_state == "kept":
             client_round.client_states[OPTIMIZER] = optimizer.state()
         return float(np.add.accumulate(torch.stack(losses).cpu().numpy())[-1])  # in this order, for the same bits
+
+    def batch_loss(self, client_round: ClientRound, batch: Batch) -> Tensor:
+        """The loss of a batch, as in a step of the round."""
+        step = TrainStep(client_round, batch)
+        for part in self.batch_transforms:
+            part.transform_batch(step, client_round.round_states[part.name])
+        return self.loss(step)
 
     def loss(self, step: TrainStep) -> Tensor:
         """The sum of the terms of all parts."""

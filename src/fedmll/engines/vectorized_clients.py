@@ -191,7 +191,8 @@ class VectorizedClients:
             )
             client_round = ClientRound(replace(self.client, weights=rows), Message(), round_states=round_states)
             for part in self.gradient_parts:
-                part.on_gradients(client_round, round_states[part.name])
+                penalty = part.on_gradients(client_round, round_states[part.name])
+                losses = losses.detach() if penalty is None else losses.detach() + penalty
         if self.training.clip is not None:
             norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
             gradient *= (self.training.clip / (norms + CLIP_EPSILON)).clamp(max=1)

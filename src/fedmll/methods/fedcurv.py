@@ -13,6 +13,9 @@ sends only u; the server computes v = u θ from the weights. u is computed over 
 the expectation over the model's own p, as the Fisher information is defined (not the squared gradients of the loss).
 Instead of one backward pass per class there is one pass with random signs, (∂/∂θ Σ_c ±√(p_c(1 − p_c)) z_c)². It is
 exact for weights that belong to one class (the rows of the head) and unbiased for all others.
+
+λ = 0.1 is the value of the baseline in FedNCA-ML's released code; the paper tunes it and gives no single value. The
+penalty is not in the reported loss, because a client does not know its constant Σ u_j θ_j².
 """
 
 from __future__ import annotations

@@ -266,8 +266,10 @@ class Part(Component):
         """Its term of the loss."""
         return None
 
-    def on_gradients(self, client_round: ClientRound, round_state: Any) -> None:
-        """After the backward pass: change the gradients. A penalty with a known gradient needs no autograd."""
+    def on_gradients(self, client_round: ClientRound, round_state: Any) -> Tensor | None:
+        """After the backward pass: change the gradients. A penalty with a known gradient needs no autograd; its value
+        may be returned and is then part of the reported loss."""
+        return None
 
     def on_step_end(self, client_round: ClientRound, round_state: Any) -> None:
         """After the optimizer's step, for example to update an EMA teacher."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -159,6 +159,10 @@ class ModelOutputs:
     features: Tensor | None = None  # (N, width) or (N, C, width)
 
 
+def _no_loss(batch: Batch) -> Tensor:
+    raise RuntimeError("This round has no trainer, so that nothing computes a loss.")
+
+
 @dataclass
 class ClientRound:
     """One round of one client, shared by the parts of its method. Each part has its own tensors of the message, its
@@ -170,6 +174,7 @@ class ClientRound:
     round_states: dict[str, Any] = field(default_factory=dict)  # by part: what `on_round_start` returned
     image_transforms: Sequence[Any] = ()  # the parts that change images before the network sees them
     steps: int = 0  # optimizer steps so far
+    batch_loss: Callable[[Batch], Tensor] = _no_loss  # the method's loss of a batch, with the model's current weights
     unknown_targets_taught: bool = False  # a part teaches the unknown targets: no other part takes them for negative
     _outputs: dict[bool, ModelOutputs] = field(default_factory=dict)
 

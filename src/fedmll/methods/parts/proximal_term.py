@@ -21,7 +21,9 @@ class ProximalTerm(Part):
         return client_round.weights.parameter_vector.clone()
 
     @vectorized
-    def on_gradients(self, client_round: ClientRound, start: Tensor) -> None:
-        """The term's gradient, μ (w − w_g)."""
+    def on_gradients(self, client_round: ClientRound, start: Tensor) -> Tensor:
+        """The term's gradient is μ (w − w_g)."""
         weights = client_round.weights
-        weights.add_gradient(weights.parameter_vector - start, self.options.mu)
+        moved = weights.parameter_vector - start
+        weights.add_gradient(moved, self.options.mu)
+        return self.options.mu / 2 * moved.square().sum(-1)
