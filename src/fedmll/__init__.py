@@ -3,7 +3,7 @@
     from fedmll import Experiment, run
     result = run(Experiment(seed=1))
 
-Public names: Experiment, run, resume, compare, load_run, load_model; Method, Part and register for own methods;
+Public names: Experiment, run, resume, compare, load_run, load_model; Method, Part and register for methods of your own;
 Callback and Result. The packages, from the lowest to the highest: core, config, data, models, methods, evaluation,
 engines, runs, inference, training, comparison, reports, deploy, cli. A package imports only from those before it.
 """

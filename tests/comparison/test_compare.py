@@ -654,7 +654,7 @@ def test_centralized_is_not_ranked_in_the_latex_table(fake: FakeTraining, compar
     text = Path("grid/table.tex").read_text()
     assert r"centralized & 90.00 $\pm$ 0.00 &" in text
     assert r"fedavg & \textbf{60.00 $\pm$ 0.00} &" in text and r"fedprox & \underline{50.00 $\pm$ 0.00} &" in text
-    assert "not ranked: centralized, which has all data in one place." in text.splitlines()[0]
+    assert "centralized is not ranked, because it has all data in one place." in text.splitlines()[0]
 
 
 @pytest.mark.parametrize(

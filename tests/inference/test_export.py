@@ -155,7 +155,7 @@ def test_a_run_is_exported_with_its_card(finished: Path, tmp_path: Path) -> None
     assert reported["macro_auc"] == pytest.approx(saved.metrics["macro_auc"], abs=1e-4)
     kept = saved.predictions()
     low, high = bootstrap_intervals(kept.probabilities, kept.targets, kept.classes, 0)["map"]
-    assert f"| map | {saved.metrics['map']:.2f} | {low:.2f} … {high:.2f} |" in text
+    assert f"| mAP | {saved.metrics['map']:.2f} | {low:.2f} … {high:.2f} |" in text
     annotating = saved.summary["annotating_clients"]
     assert sum(annotating.values()) == 4 * 7 and f"| zero | {annotating['zero']} of 4 |" in text
     threshold = saved.model.tuned_thresholds[0]  # type: ignore[index]

@@ -175,7 +175,7 @@ def test_card_and_command_show_what_tuned_thresholds_give_on_the_test_data(folde
             *(f"{100 * share:.1f}" for share in shares),
         ]
         assert f"| {name} | {format_threshold(thresholds[column])} | {percent[0]} |" in alone
-    value, interval = rows["macro_f1_tuned"]
+    value, interval = rows["macro F1, tuned"]
     assert float(value) == pytest.approx(100 * np.mean(f1), abs=0.006)
     low, high = map(float, interval.split(" … "))
     assert low <= float(value) <= high

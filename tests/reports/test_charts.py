@@ -211,7 +211,7 @@ def test_the_result_table_has_means_standard_deviations_and_ranks(tmp_path: Path
         "d": ("", ""),
     }
     assert figures["a"]["MB/round"].text == "2.00" and figures["a"]["s/round"].text == "1.00"
-    assert "rows with fewer seeds than others, and centralized" in found.caption
+    assert "Rows with fewer seeds than others are not ranked. centralized is not ranked" in found.caption
 
 
 def test_a_single_seed_has_the_bootstrap_interval(comparison: Path) -> None:
@@ -245,8 +245,8 @@ def test_the_description_of_a_study(tmp_path: Path) -> None:
     study = read_compared_runs([tmp_path])
     assert describe_runs(study).replace("\N{NO-BREAK SPACE}", " ") == (
         "Three methods were compared on pets with seed 0. The data has two classes and 80 training, 10 validation and "
-        "10 test samples. It is split over two clients at random. Training: three rounds. fedprox has the highest mAP "
-        "on the test data: 20.00 %. One run failed (see below)."
+        "10 test samples. It is divided among two clients at random. Training: three rounds. fedprox has the highest "
+        "mAP on the test data: 20.00 %. One run failed (see below)."
     )
     site = write_run(tmp_path / "server" / "run", metrics={"sites_map": 27.0})
     (site / "experiment.toml").write_text((site / "experiment.toml").read_text().replace('"pets"', '"none"'))

@@ -88,7 +88,7 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    rounds: Annotated[int | None, typer.Option(help="Continue up to this round, also after a finished run.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Continue up to this round, even if the run has finished.")] = None,
     from_round: Annotated[
         int | None, typer.Option(min=1, help="Repeat the run from this round on; the last two checkpoints are kept.")
     ] = None,

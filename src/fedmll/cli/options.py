@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 File = Annotated[
     Path | None,
     typer.Argument(
-        metavar="FILE.toml", help="An experiment file, or preset:PAPER/TABLE. Default: the default experiment."
+        metavar="FILE.toml",
+        help="An experiment file, or preset:PAPER/TABLE. Default: an experiment with default settings.",
     ),
 ]
 Root = Annotated[Path | None, typer.Option("--root", help="The folder (or file) of the data.", show_default=False)]

@@ -101,7 +101,7 @@ def report(
         bool, typer.Option("--files", help="Also write each figure as PNG, SVG and CSV, in a folder next to the page.")
     ] = False,
     images: Annotated[
-        bool, typer.Option("--images", help="Also include thumbnails of the data (needs the data).")
+        bool, typer.Option("--images", help="Also include figures with test images, and figures that need them.")
     ] = False,
 ) -> None:
     """Write an HTML page about runs and comparisons: settings, tables, curves. It works offline and needs no data.
@@ -118,7 +118,9 @@ def plot(
     runs: Folders,
     metric: Annotated[str, typer.Option(help="A metric of metrics.jsonl: map, macro_auc, loss, …")] = "map",
     by: Annotated[str, typer.Option(help="The x axis: round, megabytes or seconds.")] = "round",
-    out: Annotated[Path | None, typer.Option(help="Write FILE.png, .svg or .csv instead of printing.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write FILE.png, .svg, .pdf, .jpg or .csv instead of printing.")
+    ] = None,
 ) -> None:
     """Plot a metric of runs and comparisons (the mean over seeds), in the terminal or to a file.
 

@@ -32,7 +32,8 @@ Drop = Annotated[
     typer.Option("--drop", metavar="NAME", help="For a real federation: continue without this client; repeatable."),
 ]
 MinClients = Annotated[
-    int | None, typer.Option("--min-clients", help="For a real federation: valid replies that a round needs.")
+    int | None,
+    typer.Option("--min-clients", help="For a real federation: the number of valid replies that a round needs."),
 ]
 StartWith = Annotated[
     int | None,
@@ -74,7 +75,9 @@ def server(
     validators: Annotated[
         str, typer.Option(help="Names of sites that only test (`fedmll validate`), comma-separated.")
     ] = "",
-    min_clients: Annotated[int | None, typer.Option(help="Valid replies that a round needs. Default: 2.")] = None,
+    min_clients: Annotated[
+        int | None, typer.Option(help="The number of valid replies that a round needs. Default: 2.")
+    ] = None,
     start_with: StartWith = None,
     round_timeout: Annotated[float, typer.Option(help="Seconds that a round may take.")] = 600,
     join_timeout: Annotated[
@@ -163,11 +166,11 @@ def server(
 
 
 def exclude(
-    folder: Annotated[Path, typer.Argument(help="The run's folder, of a server that is running.")],
+    folder: Annotated[Path, typer.Argument(help="The run folder of a running server.")],
     name: Annotated[str, typer.Argument(help="One of its clients.")],
     readmit: Annotated[bool, typer.Option("--readmit", help="Readmit the client.")] = False,
 ) -> None:
-    """Exclude a client from a running federation, from the next round on, or readmit it. The client is told.
+    """Exclude a client from a running federation, from the next round on, or readmit it. The client receives a message.
 
     Example:  [bold]fedmll exclude study hospital-c[/]  ·  if its key was copied: [bold]fedmll keys revoke hospital-c[/]
     """

@@ -115,7 +115,7 @@ class JoinOptions(SiteOptions):
         typer.Option(metavar="FILE", help="Your copy of a file that the experiment needs; repeatable."),
     ] = None
     min_count: Annotated[
-        int, typer.Option(help="Do not send counts of fewer positive or negative images of a class.")
+        int, typer.Option(help="Send no count or metric of a class with fewer positive or negative images.")
     ] = 10
     plugins: Plugins = None
 
@@ -158,7 +158,8 @@ def check(
         Path | None, typer.Option(metavar="FILE.toml", help="The study, from the server's operator.")
     ] = None,
     clients: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="The study's number of clients; its digest needs it.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="The number of clients in the study, which is needed for its digest."),
     ] = None,
     server: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Also connect to the server.")] = None,
     name: Annotated[str, typer.Option(help="Your name in the federation.")] = "site",
@@ -201,12 +202,14 @@ def join(
     ] = False,
     max_rounds: Annotated[int, typer.Option(help="Do not take part in a run with more rounds.")] = 1000,
     max_epochs: Annotated[int, typer.Option(help="Do not take part in a run with more epochs per round.")] = 100,
-    max_hours: Annotated[float, typer.Option(help="Hours of training and testing in this join, at most.")] = 720.0,
-    min_images: Annotated[int, typer.Option(help="Do not train on fewer images.")] = 10,
-    max_memory: Annotated[float, typer.Option(help="GB for the model and one batch, at most.")] = 4.0,
+    max_hours: Annotated[
+        float, typer.Option(help="The longest time of training and testing in this join, in hours.")
+    ] = 720.0,
+    min_images: Annotated[int, typer.Option(help="Do not take part with fewer training images.")] = 10,
+    max_memory: Annotated[float, typer.Option(help="The largest memory for the model and one batch, in GB.")] = 4.0,
     methods: Annotated[str | None, typer.Option(help="The only methods that you allow, comma-separated.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the model and the report go. Default: --state-dir.")
+        Path | None, typer.Option(metavar="DIR", help="The folder for the model and the report. Default: --state-dir.")
     ] = None,
     report: Annotated[
         bool,

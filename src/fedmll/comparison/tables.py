@@ -185,10 +185,9 @@ def ranking_note(rows: Sequence[RankableRow]) -> str:
     if sum(ranked) < 2:
         return ""
     others = [row for row, is_one in zip(rows, ranked, strict=True) if not is_one]
-    reasons = []
+    left_out = []
     if any(row.method != UPPER_BOUND for row in others):
-        reasons.append("rows with fewer seeds than others")
+        left_out.append("Rows with fewer seeds than others are not ranked.")
     if any(row.method == UPPER_BOUND for row in others):
-        reasons.append(f"{UPPER_BOUND}, which has all data in one place")
-    note = "The best value is bold, the second best is underlined"
-    return note + (f"; not ranked: {', and '.join(reasons)}." if reasons else ".")
+        left_out.append(f"{UPPER_BOUND} is not ranked, because it has all data in one place.")
+    return " ".join(["The best value is bold, the second best is underlined.", *left_out])

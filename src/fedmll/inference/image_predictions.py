@@ -42,7 +42,7 @@ def decode_batches(
         paths: the files.
         shape: channels, height and width of the model's input.
         window: the range of values of images with more than 8 bits per pixel.
-        size: how many images a batch has at most.
+        size: the largest number of images in a batch.
 
     Yields:
         Batches: each path with its pixels, or with the reason why there are none.

@@ -19,7 +19,7 @@ import numpy as np
 from fedmll.core import registry
 from fedmll.core.text import printable
 from fedmll.evaluation.bootstrap import CONFIDENCE, DRAWS, bootstrap_intervals
-from fedmll.evaluation.metric_definitions import HEADLINE, metrics_in
+from fedmll.evaluation.metric_definitions import HEADLINE, label_of, metrics_in
 from fedmll.evaluation.metrics import Confusion, accuracy, evaluate
 from fedmll.evaluation.thresholds import DEFAULT_THRESHOLD, format_threshold
 from fedmll.inference.load_run import SavedRun
@@ -30,13 +30,13 @@ from fedmll.runs.run_folder import PER_CLASS_FILE
 
 # The six principles of FUTURE-AI (Lekadir et al., BMJ 2025), and what this file can say about each
 FUTURE_AI = {
-    "Fairness": "Metrics of each class are above. Not assessed: subgroups of persons (sex, age, origin, device).",
-    "Universality": "Evaluated on the test data named above only. Not assessed: external data.",
-    "Traceability": "Experiment, versions, thresholds and classes are in the model file; the run's folder has every "
-    "round. Not set up: monitoring after deployment.",
+    "Fairness": "The metrics of each class are above. Not assessed: groups of people (sex, age, origin, device).",
+    "Universality": "Evaluated only on the test data named above. Not assessed: data from elsewhere.",
+    "Traceability": "Experiment, versions, thresholds and classes are in the model file; the run folder has the "
+    "metrics of every round. Not set up: monitoring after deployment.",
     "Usability": "`fedmll predict`, Python, ONNX. Not assessed: use in practice.",
-    "Robustness": "One seed, one result. Not assessed: other devices, noise, shift of the data over time.",
-    "Explainability": "The most confident mistakes: `fedmll errors RUN`. Not assessed: whether explanations help.",
+    "Robustness": "Trained with one seed. Not assessed: other devices, noise, shift of the data over time.",
+    "Explainability": "`fedmll errors RUN` shows the most confident mistakes. Not assessed: whether explanations help.",
 }
 
 COLUMNS = {
@@ -46,7 +46,7 @@ COLUMNS = {
     "ap": "AP, %",
     "auc": "AUC, %",
     "positives": "positives",
-    "known": "known",
+    "known": "labelled samples",
 }  # of the table of classes, after the threshold that recall, precision and F1 belong to
 MARKUP = re.compile(r"[\\`*\[\]|~!]|:(?=//)|(?<![^\W_])_|_(?![^\W_])")  # inside a word _ means nothing
 
@@ -230,12 +230,15 @@ def _sample(model: SavedModel) -> str:
 def _data_section(model: SavedModel, run: SavedRun | None) -> str:
     text = f"## Data\n\n{_text(_data(model))}"
     if run is None:
-        return text + ". The run's folder was not available: which client annotated which class is not known here."
+        return (
+            text
+            + ". This card was written without the run folder, so it does not say which client annotated which class."
+        )
     samples = run.summary["samples"]
     text += (
         f": {samples['train']} training, {samples['validation']} validation and {samples['test']} test samples; "
-        f"training data divided by {_text(model.experiment.partition.kind)} among {run.summary['clients']} clients, "
-        f"annotation {_text(model.experiment.annotation.kind)}."
+        f"the training data was divided among {run.summary['clients']} clients (partition "
+        f"`{model.experiment.partition.kind}`, annotation `{model.experiment.annotation.kind}`)."
     )
     annotating: Mapping[str, int] = run.summary.get("annotating_clients", {})
     rows = [(name, f"{count} of {run.summary['clients']}") for name, count in annotating.items()]
@@ -249,14 +252,14 @@ def _metrics(figures: TestFigures | None) -> str:
     for name, value in figures.values.items():
         low, high = figures.intervals.get(name, (math.nan, math.nan))
         interval = f"{format_number(low)} … {format_number(high)}" if _defined(low) else "–"
-        rows.append((name, format_number(value), interval))
-    table = _table(("metric", "test, %", "interval"), rows)
+        rows.append((label_of(name), format_number(value), interval))
+    table = _table(("metric", "test, %", f"{CONFIDENCE:.0%} interval"), rows)
     if not figures.intervals:
-        return f"## Metrics\n\n{table}\n\nWithout intervals: no predictions for test data were stored."
+        return f"## Metrics\n\n{table}\n\nThere are no intervals, because no predictions for test data were stored."
     return (
-        f"## Metrics\n\n{table}\n\nIntervals: {CONFIDENCE:.0%}, bootstrap over test {figures.unit}, {DRAWS} draws; not "
-        "over seeds. macro_f1, micro_f1 and bacc predict p > 0.5; macro_f1_tuned predicts p > the threshold of the "
-        "class."
+        f"## Metrics\n\n{table}\n\nThe intervals come from {DRAWS} bootstrap draws of the test {figures.unit}. They "
+        "do not show how much another training run would differ. F1 and balanced accuracy use the threshold 0.5; "
+        "“tuned” means the threshold of each class."
     )
 
 
@@ -285,7 +288,7 @@ def _classes(model: SavedModel, figures: TestFigures | None, example: Example | 
     if "f1" in columns:
         text += " Recall, precision and F1 are those of the prediction p > threshold on the test data."
     if "positives" in columns:
-        text += " A class with few positives has uncertain figures."
+        text += " The values of a class with few positives are uncertain."
     if example is not None:
         text += f" The last column has the expected probabilities for {example.image}."
     return f"## Classes\n\n{_table(list(texts), rows)}\n\n{text}"
@@ -295,12 +298,12 @@ def _limitations(model: SavedModel) -> str:
     calibrated = (
         "They are not calibrated."
         if model.calibration is None
-        else "They were calibrated after training, on the validation data, and all figures above are of calibrated "
-        "probabilities."
+        else "They were calibrated after training, on the validation data, and all numbers above were computed from "
+        "calibrated probabilities."
     )
     return (
-        "## Limits\n\nFor research; not a medical device. The model knows these classes only: an image that shows "
-        f"none of them, or that differs from the training data, gets probabilities too. {calibrated}"
+        "## Limits\n\nThis model is for research and is not a medical device. It knows only these classes. It also "
+        f"returns probabilities for an image that shows none of them or differs from the training data. {calibrated}"
         + (
             " Thresholds were tuned on validation data of the same federation."
             if model.tuned_thresholds is not None

@@ -195,10 +195,10 @@ def run_figures(run: RunRecord, images: bool) -> list[ReportFigure]:
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 PARTITIONS = {
-    "dirichlet": "split over {clients} with a Dirichlet distribution for each class (β = {beta:g})",
-    "natural": "split over {clients} by the sites that it comes from",
-    "labels-per-client": "split over {clients} with {labels_per_client} classes each",
-    "iid": "split over {clients} at random",
+    "dirichlet": "divided among {clients}, each class by a Dirichlet distribution (β = {beta:g})",
+    "natural": "divided among {clients} by the sites that it comes from",
+    "labels-per-client": "divided among {clients} with {labels_per_client} classes each",
+    "iid": "divided among {clients} at random",
 }
 PARTS = (("train", "training"), ("validation", "validation"), ("test", "test"))
 NO_DATA = "none"  # data.name at the server of a federation between machines
@@ -265,12 +265,16 @@ def _partition(run: RunRecord) -> str:
         return f"It is held by {count_of(int(run.summary['clients']), 'site')}."
     setting = run.experiment.get("partition", {})
     clients = count_of(int(run.summary["clients"]), "client")
-    how = PARTITIONS.get(str(setting.get("kind", "")), "split over {clients} by the partition “{kind}”")
+    how = PARTITIONS.get(str(setting.get("kind", "")), "divided among {clients} by the partition “{kind}”")
     text = f"It is {how.format(**{'beta': 0, 'labels_per_client': 0, 'kind': '?'} | setting | {'clients': clients})}"
     annotation = run.experiment.get("annotation", {})
     if annotation.get("kind", "none") != "none":
-        text += f"; not every client annotates every class (annotation “{annotation['kind']}”"
-        text += f", {annotation['missing']} classes missing)" if annotation.get("missing") else ")"
+        missing = annotation.get("missing")
+        text += (
+            f"; each client leaves {missing} of the classes unlabelled"
+            if missing
+            else f"; not every client annotates every class (annotation “{annotation['kind']}”)"
+        )
     return text + "."
 
 

@@ -13,7 +13,7 @@ At the server; start with `engine`:
 
 At a site:
 - `client_app`: the ClientApp, which answers the server's messages
-- `executor`: runs the ClientApp for a SuperNode in one process that stays
+- `executor`: runs the ClientApp for a SuperNode in one long-running process
 
 Both:
 - `records`: conversion between Message and Flower's records
