@@ -375,6 +375,33 @@ def test_max_share_caps_every_average_by_size(consortium: Consortium, tmp_path: 
         ServerSettings(clients=NAMES, max_share=0)
 
 
+def test_max_share_does_not_change_the_steps_that_fednova_counts(
+    consortium: Consortium,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """w_g − (Σ p_i a_i) Σ p_i (w_g − w_i)/a_i, with a_i from the real sizes 90, 70 and 50 in batches of 16."""
+    settings = {"method__name": "fednova", "training__optimizer": "sgd", "training__lr": 0.1, "training__rounds": 1}
+    experiment = consortium.server(**settings)
+    RunFolder(tmp_path / "out").create(experiment)
+    grid, replies, start = make_grid(consortium, tmp_path), dict[str, torch.Tensor](), list[torch.Tensor]()
+
+    def listen(node: FakeNode, sent: FlowerMessage, reply: FlowerMessage) -> FlowerMessage:
+        if sent.metadata.message_type == TRAIN:
+            start.append(from_records(sent.content)[0]["weights"].double())
+            replies[node.name] = from_records(reply.content)[0]["weights"].double()
+        return reply
+
+    grid.tamper = listen
+    server = ServerSettings(clients=NAMES, min_clients=3, round_timeout=5, join_timeout=2, max_share=0.36)
+    result = serve.run_federation(grid, experiment, server, tmp_path / "out", callback=RecordingCallback())
+    shares = torch.tensor([0.36, 0.36, 0.28], dtype=torch.float64)
+    steps = torch.tensor([6.0, 5.0, 4.0], dtype=torch.float64)  # ⌈90/16⌉, ⌈70/16⌉, ⌈50/16⌉
+    gaps = torch.stack([start[0] - replies[name] for name in NAMES])
+    expected = (start[0] - (shares @ steps) * ((shares / steps) @ gaps)).float()
+    bias = result.weights["head.bias"]
+    assert any(torch.allclose(window, bias, atol=1e-6) for window in expected.unfold(0, len(bias), 1))
+
+
 # ---- evaluation
 
 

@@ -9,6 +9,7 @@ objective. With τ_i steps of SGD and momentum ρ, a client's update is lr · a_
 With m the mean of the models with weights p_i/a_i, and s = (Σ p_i a_i)(Σ p_i/a_i) ≥ 1, this is w = w_g + s (m − w_g).
 If all clients take the same number of steps it is FedAvg, bit for bit. Buffers are averaged as in FedAvg, because with
 s > 1 a running variance could become negative. The server computes τ_i from N_k; clients do not report it.
+A limit on a client's share (`--max-share`) changes p_i and not τ_i.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.methods.framework.base import Aggregator, Records
-from fedmll.methods.framework.client_round import ClientInfo
+from fedmll.methods.framework.client_round import TRAINED_SAMPLES, ClientInfo
 from fedmll.methods.framework.method import Method
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
 
@@ -72,7 +73,8 @@ class NormalizedAggregator(Aggregator):
         self.longer = self.shorter = self.total = 0.0
 
     def add(self, client: ClientInfo, reply: Message) -> None:
-        weight, steps = self.part.weight(reply), self.part.steps(reply.numbers["samples"])
+        samples = reply.numbers.get(TRAINED_SAMPLES, reply.numbers["samples"])
+        weight, steps = self.part.weight(reply), self.part.steps(samples)
         self.first = steps if self.first is None else self.first
         ratio = steps / self.first
         self.total += weight

@@ -31,7 +31,7 @@ from fedmll.engines.base import RoundResult
 from fedmll.engines.client_state import StateVersions
 from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.framework.base import TensorSpec
-from fedmll.methods.framework.client_round import ClientInfo, Reply
+from fedmll.methods.framework.client_round import TRAINED_SAMPLES, ClientInfo, Reply
 
 POLL_SECONDS = 0.2
 LATE_SHARE = 0.2  # of the time before the deadline: a reply that arrives in it is late
@@ -268,8 +268,9 @@ class FlowerRound:
             self.bytes_up += reply.nbytes
             if info.get("has_state") is True:
                 self.site_states.latest[client.index] = self.number
-            reply.numbers["samples"] = self.shares[client.name]  # as the operator saw it, not as the reply says
             sent, samples = self.messages[client.index], self.samples[client.name]
+            reply.numbers["samples"] = self.shares[client.name]  # as the operator saw it, not as the reply says
+            reply.numbers[TRAINED_SAMPLES] = float(samples)
             if self.by_class is None:
                 specs = self.trainer.method.reply_spec(sent, self.number)
                 self.by_class = {name for name, spec in specs.items() if spec.by_class is not None}

@@ -35,6 +35,8 @@ class ClientInfo:
 
 
 Reply = tuple[ClientInfo, Message]  # a client and what it sent
+# the number of samples that a client trained on, in a real federation, where "samples" may be limited (--max-share)
+TRAINED_SAMPLES = "trained_samples"
 
 
 @dataclass(kw_only=True)
