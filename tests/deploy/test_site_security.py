@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -31,6 +32,7 @@ from what_leaves import DOCUMENT, SITE, documented, rows_of
 from fedmll.cli.display import site_table
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ClientError, ConfigError, DataError, FederationError, ReplyRejected
+from fedmll.core.message import Message
 from fedmll.core.text import confirm_at_terminal, printable
 from fedmll.data.fingerprint import LARGEST_READ, compute_digest
 from fedmll.data.images.cache import cache_folder, cached_array, image_cache_in, image_folder
@@ -301,6 +303,29 @@ def test_files_are_replaced_by_their_digests(tmp_path: Path) -> None:
     assert refused.value.code is SiteErrorCode.FILE
     with pytest.raises(ConfigError, match=r"model\.weights = '/no/file' is no file or folder on this machine"):
         file_references.replace_files_by_digests({"model": {"weights": "/no/file"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("weights", lambda weights: weights[:1], "weights does not fit the model"),
+        ("weights", lambda weights: weights.double(), "weights does not fit the model"),
+        ("weights", lambda weights: weights * torch.nan, "weights has values that are not finite"),
+        ("other/tensor", lambda weights: weights, "other/tensor belongs to no part of the method"),
+        ("tensor", lambda weights: weights, "tensor belongs to no part of the method"),
+    ],
+)
+def test_tensors_from_the_server_are_checked(
+    consortium: Consortium, tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor], problem: str
+) -> None:
+    worker = SiteWorker(make_site_c(consortium, tmp_path), make_setup(consortium), lambda _: None)
+    sent = worker.trainer.weights.dump()
+    message = Message(sent | {name: change(sent["weights"])})
+    with pytest.raises(SiteError, match=problem):
+        worker.train(message, 1, None, None)
+    with pytest.raises(SiteError, match=problem):
+        worker.evaluate(message)
+    assert worker.train(Message(sent), 1, None, None)[0]["weights"].shape == sent["weights"].shape
 
 
 def test_only_listed_error_codes_leave_a_site() -> None:

@@ -255,6 +255,27 @@ def test_platt_sums_are_not_a_scan_of_all_scores() -> None:
                 trainer.train(client, sent, {})
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        (
+            "platt/targets",
+            torch.full((2, 3), 1e6, dtype=torch.float64),
+            "targets of Platt's calibration are not from 0",
+        ),
+        ("platt/targets", torch.full((2, 1), 0.5, dtype=torch.float64), "has wrong tensors"),
+        ("platt/leverage", torch.zeros(3, dtype=torch.float64), "has wrong tensors"),
+        ("platt/more", torch.zeros(3, dtype=torch.float64), "has wrong tensors"),
+    ],
+)
+def test_platt_request_has_the_tensors_of_a_calibration(name: str, tensor: torch.Tensor, problem: str) -> None:
+    trainer, client = site(5, labels_of(COMMON, COMMON, COMMON), 1, **FROZEN, method__calibrate="platt")
+    sent = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
+    sent.tensors[name] = tensor
+    with pytest.raises(ConfigError, match=problem):
+        trainer.train(client, sent, {})
+
+
 # ---- (d) FedIRM's relations
 
 

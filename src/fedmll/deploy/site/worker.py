@@ -17,7 +17,7 @@ from fedmll.core import files, small_groups
 from fedmll.core.message import Message, Tensors
 from fedmll.core.small_groups import MIN_GROUP_SIZE
 from fedmll.core.tensor_files import DamagedFile
-from fedmll.core.text import confirm_always, confirm_at_terminal
+from fedmll.core.text import confirm_always, confirm_at_terminal, printable
 from fedmll.data.dataset import UNKNOWN, Dataset
 from fedmll.data.fingerprint import compute_digest
 from fedmll.data.images.cache import image_cache_in, no_progress
@@ -36,6 +36,7 @@ from fedmll.evaluation.histograms import score_histograms
 from fedmll.evaluation.metric_definitions import ON_VALIDATION
 from fedmll.inference.model_file import SavedModel
 from fedmll.methods import build_method
+from fedmll.methods.framework.allowed_replies import all_finite
 from fedmll.methods.framework.client_round import Client
 from fedmll.methods.framework.task import Task
 from fedmll.methods.parts.ridge_head import HeadFromSums
@@ -156,6 +157,26 @@ class SiteWorker:
                 show=self.show,
             )
 
+    def _check_message(self, message: Message) -> None:
+        """Raise a SiteError if a tensor does not belong to the study's method, has a wrong shape, or is not finite.
+
+        A tensor with fewer values than the model would be repeated when it is copied into it.
+        """
+        own = {"weights": self.trainer.weights.vector, "counters": self.trainer.weights.counters}
+        parts = {part.name for part in self.trainer.method.active_parts}
+        for name, tensor in message.tensors.items():
+            shown = printable(name, 100)
+            if name in own:
+                wrong = tensor.shape != own[name].shape or tensor.dtype != own[name].dtype
+                problem = f"{shown} does not fit the model" if wrong else None
+            else:
+                known = "/" in name and name.partition("/")[0] in parts
+                problem = None if known else f"{shown} belongs to no part of the method"
+            if problem is None and not all_finite(tensor):
+                problem = f"{shown} has values that are not finite"
+            if problem is not None:
+                raise SiteError(SiteErrorCode.MESSAGE, f"The server's message is rejected: {problem}.")
+
     def train(self, message: Message, round: int, base: int | None, keep: Sequence[int] | None) -> tuple[Message, bool]:
         """Train for one round.
 
@@ -171,6 +192,7 @@ class SiteWorker:
         """
         if self.site.validation_only:
             raise SiteError(SiteErrorCode.VALIDATES, "The server asks this site to train, but it only validates.")
+        self._check_message(message)
         owned = torch.from_numpy(self.data.annotated)
         trainer = self.trainer
         client = Client(
@@ -220,6 +242,7 @@ class SiteWorker:
             sites together. If the site has validation and test rows, thresholds get histograms of their own, from the
             validation rows. Classes with few images are left out of metrics and histograms.
         """
+        self._check_message(message)
         self.trainer.receive(message)
         data, validation = self.data.held_out, self.data.is_validation
         scores = self.trainer.predict(data, 0, len(data)).numpy()

@@ -53,7 +53,7 @@ class PlattCalibration(Part):
             return {}
         sent, features = self.received(client_round), client_round.outputs(features=True).features
         assert features is not None
-        check_request(sent)
+        check_request(sent, len(self.task.classes))
         with torch.no_grad():
             scores = client_round.model.logits(features).double() / 4 + 0.5  # z = 4 (s − ½)
         # the same targets as in the sums of the ridge head
@@ -112,7 +112,7 @@ class PlattStartAggregator(Aggregator):
         return self.state | {"targets": targets, "leverage": self.ridge.leverage, "tried": first[None]}, {}
 
 
-def check_request(sent: Tensors) -> None:
+def check_request(sent: Tensors, classes: int) -> None:
     """At a client: reject what no calibration asks for.
 
     With a large a, the sums count the samples above one score. Many candidates would show the score of every sample.
@@ -122,6 +122,12 @@ def check_request(sent: Tensors) -> None:
             f"The server asks for the sums of {len(sent['tried'])} candidates of Platt's calibration, and at most "
             f"{len(STEPS)} are needed. Ask the server's operator why."
         )
+    shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
+    pairs = (2, classes)
+    if shapes != {"tried": (len(sent["tried"]), *pairs), "targets": pairs, "leverage": pairs}:
+        raise ConfigError("The server's request for Platt's calibration has wrong tensors. Ask its operator why.")
+    if not bool(((sent["targets"] >= 0) & (sent["targets"] <= 1)).all()):
+        raise ConfigError("The server's targets of Platt's calibration are not from 0 to 1. Ask its operator why.")
 
 
 def as_left_out(scores: Tensor, targets: Tensor, leverage: Tensor) -> Tensor:
