@@ -404,7 +404,12 @@ def test_damaged_files_are_named_by_show_and_report(
 
 def test_run_of_the_table_that_is_gone_is_named(done: Path, tmp_path: Path, fedmll: Callable[..., Any]) -> None:
     shutil.copytree(done, tmp_path / "grid")
-    (tmp_path / "grid" / "fedavg" / "seed-1" / "experiment.toml").unlink()
+    gone = tmp_path / "grid" / "fedavg" / "seed-1"
+    (gone / "experiment.toml").unlink()
+    for command in ("show", "runs"):
+        code, out, _ = fedmll(command, "grid")
+        assert code == 0 and "unreadable: grid/fedavg/seed-1: grid/fedavg/seed-1/experiment.toml is missing" in out
+    shutil.rmtree(gone)
     code, out, _ = fedmll("show", "grid")
     assert code == 0 and "The run fedavg/seed-1 is in the table, but its folder is gone or has no experiment" in out
     code, _, error = fedmll("report", "grid")

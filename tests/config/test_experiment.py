@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from all_methods import names
@@ -140,3 +141,33 @@ def test_option_none_is_refused_where_the_default_is_a_number(monkeypatch: pytes
     assert "floor" not in Experiment.make({"method": {"name": "limited", "floor": None}}).method.options
     with pytest.raises(ConfigError, match=r"method.limit = None cannot be stored .* its default 2.0"):
         Experiment.make({"method": {"name": "limited", "limit": None}})
+
+
+def test_number_with_thousands_of_digits(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(f"seed = {'9' * 5000}\n")
+    with pytest.raises(ConfigError, match=r"e\.toml is not a TOML file: Exceeds the limit"):
+        Experiment.load(tmp_path / "e.toml")
+    assert parse_value("9" * 5000) == "9" * 5000, "text, which validation rejects"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("data.size", "x", "data.size: Input should be a valid integer (it is 'x')."),
+        ("data.size", [], "data.size: The list needs more values (it is [])."),
+        ("data.size", [8, "a"], "data.size: Input should be a valid integer (it is 'a')."),
+        (
+            "data.singles",
+            -1,
+            "data.singles: Input should be greater than or equal to 1 or 'proportional' or 'all' (it is",
+        ),
+        ("data.pairs", [], "data.pairs: Input should be a valid integer or 'proportional' (it is [])."),
+        ("model.channels", 8, "model.channels: Input should be a list (it is 8)."),
+        ("model.freeze", "x", "model.freeze: Input should be 'none' or 'backbone' or a valid integer (it is 'x')."),
+        ("data", 3, "data: Input should be a section with keys (it is 3)."),
+    ],
+)
+def test_messages_use_the_words_of_the_file(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Experiment().changed({key: value})
+    assert str(error.value).startswith(f"The experiment is not valid: {message}")

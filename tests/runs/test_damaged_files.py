@@ -272,3 +272,30 @@ def test_damaged_failure_file_does_not_hide_that_the_run_failed(stopped: Path, t
     (out / "failed.json").write_bytes(DAMAGE["cut"])
     record = read_run(out)
     assert record.state is RunState.FAILED and "failed.json is damaged" in record.reason
+
+
+@pytest.mark.parametrize("command", ["show", "runs", "plot", "report"])
+@pytest.mark.parametrize("damage", ["digit", "deleted", "cut"])
+def test_commands_compare_the_rows_of_a_stopped_run_with_its_checkpoint(
+    fedmll: Any, stopped: Path, tmp_path: Path, command: str, damage: str
+) -> None:
+    out = copy_of(stopped, tmp_path)
+    words = (command, str(tmp_path if command == "runs" else out))
+    assert "metrics.jsonl" not in fedmll(*words).error
+    if damage == "digit":
+        change_a_digit(out / "metrics.jsonl")
+    elif damage == "cut":
+        lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        (out / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))
+    else:
+        (out / "metrics.jsonl").unlink()
+    said = fedmll(*words)
+    assert "metrics.jsonl is damaged (its checksum in 000003.safetensors does not match)" in said.error or (
+        said.code == 2 and "No run in" in said.error
+    )
+
+
+def test_all_rounds_without_a_summary(fedmll: Any, finished: Path, tmp_path: Path) -> None:
+    out = copy_of(finished, tmp_path)
+    (out / "summary.json").unlink()
+    assert read_run(out).reason == f"{ROUNDS} of {ROUNDS} rounds are done, but there is no summary.json"

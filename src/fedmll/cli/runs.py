@@ -64,8 +64,7 @@ def _show_run(run: RunRecord) -> None:
     if run.is_finished:
         show_site_metrics(run.folder.path)
     _explain([run])
-    for reason in run.damaged:
-        warn(f"{run.folder}: {reason}")
+    _warn_about_damage([run])
     if run.state in (RunState.NOT_STARTED, RunState.STOPPED, RunState.FAILED):
         print_markup(f"continue it with: [bold]fedmll resume {escape(str(run.folder))}[/]")
 
@@ -77,6 +76,12 @@ def _explain(found: list[RunRecord]) -> None:
     for run in found:
         if run.state in (RunState.FAILED, RunState.UNREADABLE):
             print_markup(f"[yellow]{run.state}:[/] {escape(str(run.folder))}: {escape(run.reason)}")
+
+
+def _warn_about_damage(found: list[RunRecord]) -> None:
+    for run in found:
+        for reason in run.damaged:
+            warn(f"{run.folder}: {reason}")
 
 
 def runs(folder: Annotated[Path, typer.Argument(help="A folder with runs.")] = Path("runs")) -> None:
@@ -92,6 +97,7 @@ def runs(folder: Annotated[Path, typer.Argument(help="A folder with runs.")] = P
         return
     print_table(str(folder), *run_table(found), words=True)
     _explain(found)
+    _warn_about_damage(found)
 
 
 def report(

@@ -399,7 +399,7 @@ class ComparisonRunner:
         if not isinstance(error, ConfigError | CheckpointError | RunKilled):
             cell.folder.write_failure(error)
         callback.on_warning(f"failed: {cell}: {cell.failure}")
-        self.callback.on_rounds_skipped(cell.experiment.training.rounds - len(cell.folder.read_metrics()))
+        self.callback.on_rounds_skipped(cell.experiment.training.rounds - cell.folder.rounds_done)
 
 
 def _data_key(experiment: Experiment) -> str:

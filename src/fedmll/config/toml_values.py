@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ def parse_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"There is no experiment file {path}. `fedmll run` without a file uses the defaults."
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also text that is not UTF-8, and numbers with thousands of digits
         raise ConfigError(f"{path} is not a TOML file: {error}.") from None
     except RecursionError:
         raise _too_deep(str(path)) from None
@@ -68,7 +69,7 @@ def parse_value(text: str) -> Any:
     """A value as in a TOML file; text that is not TOML is a string."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
     except RecursionError:
         raise _too_deep(f"The value {text[:20]}…") from None
@@ -118,17 +119,56 @@ def validate(model: type[M], values: Mapping[str, Any], prefix: str = "") -> M:
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        problems = [_explain(model, problem, prefix) for problem in error.errors()]
-        raise ConfigError("The experiment is not valid: " + " ".join(problems)) from None
+        raise ConfigError("The experiment is not valid: " + " ".join(_explain(model, error, prefix))) from None
 
 
-def _explain(model: type[BaseModel], problem: Any, prefix: str) -> str:
-    names = [part for part in problem["loc"] if isinstance(part, str)]
-    path = ".".join(filter(None, [prefix, *names]))
-    if problem["type"] == "extra_forbidden":
-        fields: Any = model
-        for name in names[:-1]:
-            fields = fields.model_fields[name].annotation
-        return f"There is no key '{path}'{suggest(names[-1], fields.model_fields)}"
-    message, value = problem["msg"].removeprefix("Value error, "), printable(repr(problem["input"]), 200)
-    return f"{path or 'experiment'}: {message} (it is {value})."
+def _explain(model: type[BaseModel], error: ValidationError, prefix: str) -> list[str]:
+    """One sentence per problem, without pydantic's names of types."""
+    sentences, alternatives = [], dict[str, list[tuple[str, Any]]]()
+    for problem in error.errors():
+        names, fields, kind = _find_field(model, problem["loc"])
+        path = ".".join(filter(None, [prefix, *names]))
+        if problem["type"] == "extra_forbidden":
+            name = str(problem["loc"][-1])
+            sentences.append(f"There is no key '{f'{path}.{name}' if path else name}'{suggest(name, fields)}")
+        elif kind is None:
+            sentences.append(_sentence(path, _message(problem), problem["input"]))
+        else:  # of a setting that can have several types, each has a problem of its own
+            alternatives.setdefault(path, []).append((kind, problem))
+    for path, problems in alternatives.items():
+        is_list = any(isinstance(problem["input"], list | tuple) for _, problem in problems)
+        fitting = [problem for kind, problem in problems if kind.startswith("tuple") == is_list]
+        fitting = fitting or [problem for _, problem in problems]
+        messages = [_message(problem).partition(", unable")[0].partition(", got")[0] for problem in fitting]
+        first, *others = dict.fromkeys(messages)
+        text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+        sentences.append(_sentence(path, text, fitting[0]["input"]))
+    return sentences
+
+
+def _find_field(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str], str | None]:
+    """The names on the way to a setting, the keys that are valid there, and the type that pydantic tried, if the
+    setting can have several."""
+    names: list[str] = []
+    fields: Any = model
+    for part in location:
+        if not (isinstance(fields, type) and issubclass(fields, BaseModel)):
+            return names, [], part if isinstance(part, str) else None
+        if part not in fields.model_fields:
+            break
+        names.append(str(part))
+        fields = fields.model_fields[str(part)].annotation
+    return names, list(getattr(fields, "model_fields", ())), None
+
+
+def _message(problem: Any) -> str:
+    """pydantic's message in the words of a TOML file."""
+    if problem["type"] == "missing" and isinstance(problem["loc"][-1], int):
+        return "The list needs more values"
+    message = problem["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+    message = re.sub(r"a valid dictionary or instance of \w+", "a section with keys", message)
+    return message.replace("Tuple should", "The list should")
+
+
+def _sentence(path: str, message: str, value: Any) -> str:
+    return f"{path or 'experiment'}: {message} (it is {printable(repr(value), 200)})."

@@ -43,7 +43,7 @@ from fedmll.config.toml_values import parse_toml
 from fedmll.core import files, registry
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.core.message import Tensors
-from fedmll.core.tensor_files import read_tensors, write_tensors
+from fedmll.core.tensor_files import DamagedFile, read_facts, read_tensors, write_tensors
 from fedmll.core.text import printable
 from fedmll.data.federation import Federation
 from fedmll.data.fingerprint import Fingerprint, describe_changes
@@ -273,10 +273,19 @@ class RunFolder:
         return self.read_metrics_lines()[0]
 
     def check_metrics(self) -> None:
-        """Raise DataError if the rows of a finished run have changed."""
-        self._check(
-            METRICS_FILE, f"Restore it from a copy, or keep the rows that it has now with `fedmll resume {self.path}`."
-        )
+        """Raise DataError if rows have changed: any of a finished run, of others those up to the last checkpoint."""
+        advice = f"Restore it from a copy, or keep the rows that it has now with `fedmll resume {self.path}`."
+        self._check(METRICS_FILE, advice)
+        checkpoints = sorted(self.checkpoint_folder.glob("[0-9]*.safetensors"))
+        if self.is_finished or not checkpoints:
+            return
+        try:
+            facts = read_facts(checkpoints[-1])
+        except DamagedFile:
+            return  # `resume` warns about a damaged checkpoint; a running process has deleted an old one
+        rows = [row for row in self.read_metrics_lines()[0] if row["round"] <= facts["round"]]
+        if facts.get("metrics_checksum") != _checksum(_format_rows(rows)):
+            raise self._damaged(METRICS_FILE, f"its checksum in {checkpoints[-1].name} does not match", advice)
 
     def read_metrics_lines(self, required: Iterable[str] = ("round",)) -> tuple[list[MetricsRow], list[int]]:
         """The rows that can be read, and the numbers of the other lines, from 1 on.
@@ -349,7 +358,7 @@ class RunFolder:
 
     @property
     def rounds_done(self) -> int:
-        return max((int(row["round"]) for row in self.read_metrics()), default=0)
+        return max((int(row["round"]) for row in self.read_metrics_lines()[0]), default=0)
 
     def write_records(self, round: int, tensors: Tensors) -> None:
         """Tensors that the parts of the method record in a round."""
@@ -470,7 +479,7 @@ class RunFolder:
             return RunState.RUNNING
         if self.has(FAILURE_FILE):
             return RunState.FAILED
-        return RunState.STOPPED if self.has(LOG_FILE) or self.read_metrics() else RunState.NOT_STARTED
+        return RunState.STOPPED if self.has(LOG_FILE) or self.rounds_done else RunState.NOT_STARTED
 
     def read_predictions(self, part: str = "test") -> Predictions:
         """The stored predictions for the `test`, `validation` or `held_out` data, without calibration."""

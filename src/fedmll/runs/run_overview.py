@@ -198,7 +198,8 @@ def _read_state(run: RunRecord) -> tuple[RunState, str]:
         return state, printable(run.folder.read_failure(), 600)
     stop_reason = run.folder.read_stop_reason() if state is RunState.STOPPED else None
     stopped = "" if stop_reason is None else f"; it stopped: {printable(stop_reason, 600)}"
-    return state, f"{run.rounds_done} of {run.rounds} rounds are done{stopped}"
+    missing = f", but there is no {SUMMARY_FILE}" if state is RunState.STOPPED and run.rounds_done == run.rounds else ""
+    return state, f"{run.rounds_done} of {run.rounds} rounds are done{missing}{stopped}"
 
 
 def find_runs(folder: Path) -> Iterator[RunRecord]:
@@ -208,7 +209,7 @@ def find_runs(folder: Path) -> Iterator[RunRecord]:
             f"There is no folder {folder}. `fedmll runs FOLDER` lists the runs below a folder; the default is runs/."
         )
     for place, folders, names in os.walk(folder):
-        if EXPERIMENT_FILE in names:
+        if EXPERIMENT_FILE in names or RunFolder(place).should_have(EXPERIMENT_FILE):  # deleted from a finished run
             folders.clear()
             yield read_run(Path(place), Path(place).relative_to(folder).as_posix())
         folders.sort()
