@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from conftest import small
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import load_file
 
 from fedmll import load_run, run
 from fedmll.config.experiment import Experiment
@@ -24,7 +26,8 @@ from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.evaluation.bootstrap import bootstrap_intervals
 from fedmll.evaluation.thresholds import format_threshold
-from fedmll.inference.export import FORMATS, export, write_onnx
+from fedmll.inference.export import FORMATS, export, write_example, write_onnx
+from fedmll.inference.model_card import Example, build_model_card
 from fedmll.inference.model_file import SavedModel, describe_model, load_model, write_model
 from fedmll.testing import make_trainer
 
@@ -293,3 +296,61 @@ def test_preprocess_check_fails_if_the_example_does_not_fit(runs: dict[str, Path
         "preprocess.json",
         "example.png",
     }
+
+
+@pytest.mark.parametrize(
+    ("window", "name", "mode"),
+    [
+        (None, "example.png", "L"),
+        ([0, 4095], "example.png", "I;16"),
+        ([100, 65535], "example.png", "I;16"),
+        ([0, 65536], "example.tif", "F"),
+        ([-1, 4095], "example.tif", "F"),
+    ],
+)
+def test_example_has_the_bits_of_the_training_images(
+    window: list[int] | None, name: str, mode: str, tmp_path: Path
+) -> None:
+    """The values cover the window; the size is not the model's, so the example also shows that images are resized."""
+    model = SimpleNamespace(sample_shape=(1, 12, 9), description={"window": window}, predict=lambda _: np.ones((1, 2)))
+    example = write_example(model, tmp_path)  # type: ignore[arg-type]
+    assert example == Example(image=name, probabilities=[1.0, 1.0])
+    image = Image.open(tmp_path / name)
+    width, height = image.size
+    assert image.mode == mode and width > 9 and height > 12 and width != height
+    low, high = window or (0, 255)
+    values = np.asarray(image, np.float64)
+    assert low <= values.min() < low + 0.05 * (high - low) and high - 0.05 * (high - low) < values.max() <= high
+
+
+def test_example_of_a_colour_model_is_a_colour_image(tmp_path: Path) -> None:
+    model = SimpleNamespace(sample_shape=(3, 8, 8), description={"window": None}, predict=lambda _: np.ones((1, 2)))
+    image = Image.open(tmp_path / write_example(model, tmp_path).image)  # type: ignore[arg-type]
+    pixels = np.asarray(image)
+    assert image.mode == "RGB" and (pixels[..., 0] != pixels[..., 1]).any() and (pixels[..., 1] != pixels[..., 2]).any()
+
+
+def test_card_describes_the_input_of_the_model(tmp_path: Path) -> None:
+    example = Example(image="example.png", probabilities=[0.5, 0.25, 0.125])
+    for channels, words in ((1, ("to grey", 'convert("L")')), (3, ("to colour", 'convert("RGB")'))):
+        folder = tmp_path / str(channels)
+        folder.mkdir()
+        model = model_of(small(model__channels=(4, 8)), (channels, 8, 8), folder)
+        text = build_model_card(model, "model.onnx", example)
+        assert all(word in text for word in words) and f"uint8 (N, {channels}, 8, 8)" in text
+        assert "| a |" in text and "| 0.125000 |" in text and "Training started from" not in text
+        assert '{"images": samples}' in build_model_card(model, "model.onnx", None)
+    shape, settings = BACKBONES["mlp"]
+    vectors = model_of(small(model__backbone="mlp", **settings), shape, tmp_path)
+    text = build_model_card(vectors, "model.onnx", None)
+    assert '{"features": samples}' in text and "float32 (N, 7)" in text and "## Preprocessing" not in text
+
+
+def test_card_names_the_initial_weights_and_leaves_quotation_marks_as_they_are(tmp_path: Path) -> None:
+    model = model_of(small(model__channels=(4, 8)), (1, 8, 8), tmp_path)
+    weights = load_file(model.file)
+    write_model(
+        model.file, weights, {**model.description, "initial_weights": "resnet's.pt", "classes": ['"a"', "b", "c"]}
+    )
+    text = build_model_card(load_model(model.file), "model.onnx", None)
+    assert "Training started from the weights resnet's.pt." in text and '| "a" |' in text

@@ -25,7 +25,8 @@ from typer.testing import CliRunner
 from fedmll import load_model, load_run, run
 from fedmll.cli.main import app
 from fedmll.core.errors import ConfigError, FedmllError
-from fedmll.inference.model_file import write_model
+from fedmll.inference import model_metadata
+from fedmll.inference.model_file import AllocationLimit, write_model
 from fedmll.inference.model_metadata import PluginWarning
 from fedmll.models.pretrained_weights import METADATA_KEY
 from fedmll.runs.run_folder import MODEL_FILE
@@ -408,3 +409,94 @@ def test_different_plugin_file_works_with_a_warning(with_plugin: Path, images: P
     with pytest.warns(PluginWarning, match="no file passed with --plugin has this checksum"):
         model = load_model(with_plugin / MODEL_FILE, plugins=[tmp_path / "changed.py"])
     assert model.predict(np.zeros((1, 1, 16, 16), np.uint8)).shape == (1, 10)
+
+
+# ---- limits
+
+
+def test_as_many_values_as_the_limit_allows_can_be_created() -> None:
+    """Eight times the values of the file and 2²⁴; a tiny tensor counts as 1,024 values."""
+    most = 8 * 100 + 2**24
+    with AllocationLimit(Path("sent"), 100):
+        torch.empty(most)
+    with AllocationLimit(Path("sent"), 100), pytest.raises(ConfigError, match="far larger than the 100 values"):
+        torch.empty(most + 1)
+    limit = AllocationLimit(Path("sent"), 0)
+    with limit:
+        for _ in range(2**14):
+            torch.zeros(1)
+    assert limit.created == 2**24
+    with limit, pytest.raises(ConfigError, match="far larger"):
+        torch.zeros(1)
+
+
+def test_metadata_up_to_the_longest_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_metadata, "MAX_METADATA", 10)
+    assert model_metadata.parse_metadata(Path("sent"), '"12345678"') == "12345678"
+    with pytest.raises(ConfigError, match="11 characters, and at most 10"):
+        model_metadata.parse_metadata(Path("sent"), '"123456789"')
+
+
+@pytest.fixture(scope="module")
+def description(trained: Path) -> dict[str, Any]:
+    return dict(load_run(trained).model.description)
+
+
+def described(description: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(description)) | {"checksum": "0"} | changes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clients": 0}, {"round": 0}, {"window": [0.0, 1.0]}, {"sample_shape": [1, 2**13, 2**13]},
+        {"pixels": {"mean": [0.5], "std": [0.5]}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_at_a_limit_are_accepted(description: dict[str, Any], changes: dict[str, Any]) -> None:
+    model_metadata.check_complete(Path("sent"), described(description, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"clients": -1}, "clients"), ({"round": -1}, "round"), ({"classes": []}, "classes"),
+        ({"classes": [""]}, "classes.0"), ({"window": [0.0]}, "window"), ({"window": [0.0, 1.0, 2.0]}, "window"),
+        ({"sample_shape": []}, "sample_shape"), ({"sample_shape": [0]}, "sample_shape.0"),
+        ({"sample_shape": [1, 1, 1, 1]}, "sample_shape"), ({"sample_shape": [1, 2**13, 2**13 + 1]}, "samples of shape"),
+        ({"pixels": {"mean": ["0.5"], "std": [0.5]}}, "pixels.mean.0"),
+        ({"thresholds": [float("inf")] * 10}, "thresholds"),
+        ({"threshold_results": {"positives": [1], "recall": [np.nan], "precision": [1.0], "f1": [1.0]}}, "recall"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_beyond_a_limit_are_rejected(description: dict[str, Any], changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError, match=where):
+        model_metadata.check_complete(Path("sent"), described(description, **changes))
+
+
+def test_experiment_of_a_file_names_no_files(description: dict[str, Any]) -> None:
+    values = described(description)
+    values["experiment"]["data"] = {"name": "images:labels.csv"}
+    values["experiment"]["partition"] = {"kind": "file", "file": "sites.csv"}
+    made = model_metadata.build_experiment(Path("sent"), values)
+    assert made.data.name == "images" and made.partition.file is None
+
+
+def test_description_has_no_empty_values_and_a_model_is_shown_without_its_weights(trained: Path) -> None:
+    model = load_run(trained).model
+    sections = [section for section in model.description["experiment"].values() if isinstance(section, dict)]
+    assert sections and all(value is not None for section in sections for value in section.values())
+    assert "tensor(" not in repr(model)
+
+
+def test_known_labels_of_several_files_are_those_of_their_rows(images: Path, tmp_path: Path) -> None:
+    run(small(method__name="fedctran", method__layers=1, training__rounds=1), tmp_path / "run")
+    model = load_run(tmp_path / "run").model
+    files = [images / f"{place}.png" for place in range(3)]
+    known = np.full((3, 10), -1, np.int8)
+    known[0, 1], known[2, 4] = 1, 0
+    pixels = np.stack([np.asarray(Image.open(file))[None] for file in files])
+    np.testing.assert_allclose(model.predict(files, known), model.predict(pixels, known), atol=1e-6)
+    assert not np.allclose(model.predict(files, known), model.predict(files))

@@ -88,17 +88,16 @@ def export(source: SavedRun | SavedModel, to: str, out: Path) -> list[Path]:
 
 
 def write_example(model: SavedModel, out: Path) -> Example:
-    """Write an image of waves, in another size than the model's and with as many bits as its training images."""
+    """Write an image of noise, in another size than the model's and with as many bits as its training images."""
     channels, height, width = model.sample_shape
-    rows, columns = np.meshgrid(np.linspace(0, 9, height * 3 // 2 + 1), np.linspace(0, 7, width * 2 + 3), indexing="ij")
-    waves = np.stack([np.sin(rows + k) * np.cos(columns * (1 + k)) for k in range(channels)], axis=-1) / 2 + 0.5
+    noise = np.random.default_rng(0).random((height + 3, 2 * width, channels))
     window, name = model.description["window"], "example.png"
     if window is None:
-        pixels = np.round(255 * waves).astype(np.uint8)
+        pixels = np.round(255 * noise).astype(np.uint8)
         image = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
     else:
         low, high = window
-        values = low + (high - low) * waves[..., 0]
+        values = low + (high - low) * noise[..., 0]
         if low >= 0 and high <= 65535:
             image = Image.fromarray(np.round(values).astype(np.uint16))
         else:
