@@ -179,7 +179,7 @@ def test_card_and_command_show_what_tuned_thresholds_give_on_the_test_data(folde
     assert float(value) == pytest.approx(100 * np.mean(f1), abs=0.006)
     low, high = map(float, interval.split(" … "))
     assert low <= float(value) <= high
-    assert float(rows["macro_f1"][0]) == pytest.approx(
+    assert float(rows["macro F1"][0]) == pytest.approx(
         evaluate(kept.probabilities, kept.targets, kept.classes).values["macro_f1"], abs=0.006
     )
     assert ("not calibrated" in text) is (calibrate == "none") and ("were calibrated" in text) is (calibrate == "platt")
