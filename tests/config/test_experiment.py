@@ -53,7 +53,7 @@ def test_toml_round_trip_gives_the_same_experiment(tmp_path: Path) -> None:
         ({"participation": {"count": 11}}, "participation.count = 11 is more than partition.clients = 10"),
         ({"model": {"backbone": "mlp"}}, "mlp is for feature vectors"),
         ({"model": {"channels": [0]}}, "model.channels: .*greater than or equal to 1"),
-        ({"model": {"backbone": "vit", "channels": []}}, "model.channels is empty: a vit"),
+        ({"model": {"backbone": "small-vit", "channels": []}}, "model.channels is empty: a small-vit"),
         ({"model": {"width": 10**39}}, "model.width: .*less than or equal to 65536"),
         ({"training": {"batch_size": 10**39}}, "training.batch_size: Input should be less than 2147483648"),
         ({"training": {"rounds": 10**39}}, "training.rounds: Input should be less than 2147483648"),

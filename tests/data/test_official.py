@@ -168,10 +168,17 @@ def test_coco_annotations_of_unknown_images_and_other_categories_are_named(tmp_p
 
 def test_chest_x_rays_of_a_view_stay_with_their_patient(tmp_path: Path) -> None:
     official.chest(tmp_path)
-    splits = load("chestxray14:pa", tmp_path)
-    assert numbers_of(splits.train) == [0, 2] and numbers_of(splits.test) == [3]
-    assert splits.train.patients is not None and splits.train.patients.tolist() == ["1", "2"]
+    with (tmp_path / "Data_Entry_2017_v2020.csv").open("a") as file:  # 20 more patients with two PA views each
+        for number in range(4, 44):
+            name = f"{number // 2 + 10:08}_{number % 2:03}.png"
+            file.write(f"{name},Hernia,0,{number // 2 + 10},58,M,PA,2682,2749,0.143,0.143\n")
+            official.picture(tmp_path / "images_002" / "images" / name, number, grey=True)
+    splits = load("chestxray14:pa", tmp_path, require_positives=False)
+    assert (len(splits.train), len(splits.test)) == (30, 13)  # 7:3, without the AP view and the official lists
+    assert splits.train.patients is not None and splits.test.patients is not None
+    assert not set(splits.train.patients) & set(splits.test.patients)
     assert splits.group == "Patient ID"
+    official.chest(tmp_path)
     load("chestxray14", tmp_path, reading=ReadingOptions(group="Patient ID"))  # as a stored experiment says it
     with pytest.raises(ConfigError, match=r"data\.group is for"):
         load("chestxray14", tmp_path, reading=ReadingOptions(group="Patient Age"))

@@ -147,3 +147,14 @@ def test_at_most_five_classes_without_positives_are_named() -> None:
     with pytest.raises(DataError, match=r"the class 'class 1' \("):
         make_splits(dataset(labels[:, :2]), split, "here")
     make_splits(dataset(labels), split, "here", require_positives=False)
+
+
+def test_split_with_another_share_of_test_samples() -> None:
+    """FedMLP divides ChestX-ray14 7:3."""
+    rng = np.random.default_rng(0)
+    labels = (rng.random((3000, 8)) < 0.1).astype(np.int8)
+    patients = rng.integers(0, 900, 3000).astype(str)
+    split = draw_split(labels, patients, 0.3)
+    assert abs((split == 2).mean() - 0.3) < 0.005
+    assert not set(patients[split == 0]) & set(patients[split == 2])
+    assert abs((draw_split(labels, None, 0.3) == 2).mean() - 0.3) < 0.005

@@ -103,18 +103,22 @@ BACKBONES = {
     "mobilenet-v2": ((3, 32, 32), {"model__freeze": "backbone", "model__weights": "random"}),
     "resnet18": ((1, 16, 16), {"model__stem": "cifar"}),
     "resnet50": ((3, 32, 32), {"model__stem": "imagenet"}),
-    "vit": ((1, 16, 8), {"model__channels": (32,)}),
+    "small-vit": ((1, 16, 8), {"model__channels": (32,)}),
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(registry.all_of("backbone")) - set(registry.find_added("backbone"))))
+OWN_BACKBONES = set(registry.all_of("backbone")) - set(registry.find_added("backbone"))
+
+
+@pytest.mark.parametrize("name", sorted(OWN_BACKBONES - {"vit"}))  # a small-vit has the code of the large one
 def test_onnx_of_every_backbone(name: str, tmp_path: Path) -> None:
     shape, settings = BACKBONES[name]
     check_onnx(model_of(small(model__backbone=name, **settings), shape, tmp_path), tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize(
-    "name", ["convnet", "mlp", "mobilenet-v2", "resnet18", "vit", "fednca-ml", "fedctran", "fedlgt", "private-fedavg"]
+    "name",
+    ["convnet", "mlp", "mobilenet-v2", "resnet18", "small-vit", "fednca-ml", "fedctran", "fedlgt", "private-fedavg"],
 )
 def test_pt2_predicts_as_fedmll_for_any_number_of_samples(name: str, tmp_path: Path) -> None:
     if name in BACKBONES:

@@ -255,7 +255,7 @@ def test_feature_vectors(tmp_path: Path) -> None:
     assert run(experiment).metrics["macro_auc"] > 75  # one token: all h_c are the same, and the logits sum to 0
 
 
-@pytest.mark.parametrize("backbone", ["resnet18", "vit"])
+@pytest.mark.parametrize("backbone", ["resnet18", "small-vit"])
 @pytest.mark.parametrize("name", ["fednca-ml", "fedctran"])
 def test_works_with_every_backbone_with_tokens(name: str, backbone: str) -> None:
     data = build(small(method__name=name, model__backbone=backbone, model__channels=(32, 32)))

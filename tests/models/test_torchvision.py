@@ -114,9 +114,9 @@ def test_old_names_of_densenet_are_read(tmp_path: Path) -> None:
     assert all(torch.equal(w, net.state_dict()[name]) for name, w in source.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", [*PUBLISHED, "convnet", "mlp", "vit"])
+@pytest.mark.parametrize("kind", [*PUBLISHED, "convnet", "mlp", "small-vit"])
 def test_stages_hold_every_parameter_once_in_order(kind: str) -> None:
-    if kind == "vit":
+    if kind == "small-vit":
         pytest.importorskip("transformers")
     shape = (9,) if kind == "mlp" else (3, 32, 32)
     net = build_backbone(ModelSettings(backbone=kind, channels=(32, 32)), shape, seed=0)
@@ -124,7 +124,7 @@ def test_stages_hold_every_parameter_once_in_order(kind: str) -> None:
     assert len(staged) == len({id(p) for p in staged})
     assert {id(p) for p in staged} == {id(p) for p in net.parameters()}
     assert [id(p) for p in staged] == [id(p) for p in net.parameters()]  # defined in order from the image
-    assert len(net.stages()) == {"mobilenet-v2": 19, "convnet": 2, "mlp": 2, "vit": 3}.get(kind, 5)
+    assert len(net.stages()) == {"mobilenet-v2": 19, "convnet": 2, "mlp": 2, "small-vit": 3}.get(kind, 5)
 
 
 def of_transformers(name: str) -> str:

@@ -42,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vit(weights: Path | None, *shape: int, channels: tuple[int, ...] = (32, 32)) -> torch.nn.Module:
-    return build_backbone(ModelSettings(backbone="vit", weights=weights, channels=channels), shape, seed=0)
+    kind = "small-vit" if weights is None else "vit"
+    return build_backbone(ModelSettings(backbone=kind, weights=weights, channels=channels), shape, seed=0)
 
 
 def test_tokens_lie_where_their_patches_lie(folder: Path) -> None:
@@ -86,6 +87,19 @@ def test_small_vit_from_its_configuration() -> None:
         vit(None, 1, 28, 28, channels=(50,))
 
 
+def test_vit_without_weights_is_vit_b16() -> None:
+    """12 layers of width 768 with 12 heads, patches of 16 × 16: 85.8 million parameters at 224 × 224."""
+    with torch.device("meta"):
+        net = build_backbone(ModelSettings(backbone="vit"), (3, 224, 224), seed=0)
+    config = net.network.config
+    assert (len(net.network.layers), config.num_attention_heads, config.patch_size, net.width) == (12, 12, 16, 768)
+    assert sum(p.numel() for p in net.parameters()) == 85_798_656
+    with pytest.raises(ConfigError, match=r"data\.size to a multiple of 16, for example 224"):
+        build_backbone(ModelSettings(backbone="vit"), (3, 230, 230), seed=0)
+    with pytest.raises(ConfigError, match="a small-vit has no published weights"):
+        build_backbone(ModelSettings(backbone="small-vit", weights="x"), (3, 32, 32), seed=0)
+
+
 def test_every_weight_is_in_the_vector_and_gets_a_gradient(folder: Path) -> None:
     model = Classifier(vit(folder, 3, 32, 32), 5)
     weights = FlatWeights(model)
@@ -120,7 +134,7 @@ def test_unloadable_weights_are_rejected(folder: Path, tmp_path: Path, monkeypat
 
 
 def test_vit_trains_in_a_federation() -> None:
-    experiment = small(model__backbone="vit", model__channels=(32, 32), data__limit=80, training__rounds=1)
+    experiment = small(model__backbone="small-vit", model__channels=(32, 32), data__limit=80, training__rounds=1)
     before, after = (run(experiment.changed({"method.name": name})) for name in ("fedavg", "fedharmony"))
     assert np.isfinite(before.metrics["macro_auc"])
     assert before.weights.keys() == after.weights.keys()

@@ -91,8 +91,8 @@ def _resolve_model(model: ModelSettings, has_features: bool) -> ModelSettings:
     updates["standardise"] = frozen if model.standardise == AUTO else model.standardise
     updates["bias"] = ("prior" if frozen else "zero") if model.bias == AUTO else model.bias
     pretrained = model.pretrained
-    if backbone == "vit" and pretrained is None and not model.channels:
-        raise ConfigError("model.channels is empty: a vit has as many layers as it has numbers. Set [64, 64].")
+    if backbone == "small-vit" and not model.channels:
+        raise ConfigError("model.channels is empty: a small-vit has as many layers as it has numbers. Set [64, 64].")
     if pretrained is not None and model.pixel_mean is None and model.pixel_std is None:
         kind = "run" if pretrained.startswith(RUN) else backbone
         rules = registry.all_of("pixels")

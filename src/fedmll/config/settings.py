@@ -264,7 +264,7 @@ class ModelSettings(SettingsSection):
     backbone: str = Field(default=AUTO, description="The backbone. auto: convnet; for feature vectors, mlp.")
     channels: tuple[Width, ...] = Field(
         default=(32, 64, 128, 128),
-        description="Channels of convnet's blocks, widths of mlp's layers; the last value is the width of vit's "
+        description="Channels of convnet's blocks, widths of mlp's layers; the last value is the width of small-vit's "
         "layers.",
     )
     norm: Literal["batch", "group"] = Field(default="batch", description="Batch or group normalisation.")

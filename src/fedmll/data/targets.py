@@ -79,8 +79,11 @@ def count_classes(labels: NDArray[np.generic], where: str) -> int:
     return largest + 1
 
 
-def draw_split(labels: NDArray[np.int8], patients: NDArray[np.str_] | None = None) -> NDArray[np.int8]:
-    """Draw a split with a fifth of the samples in test, stratified by the rarest class of each sample (or patient).
+def draw_split(
+    labels: NDArray[np.int8], patients: NDArray[np.str_] | None = None, test_share: float = TEST_SHARE
+) -> NDArray[np.int8]:
+    """Draw a split with a fifth (or `test_share`) of the samples in test, stratified by the rarest class of each sample
+    (or patient).
 
     Stratification keeps most positives of a rare class in the training data. The split does not depend on the
     experiment's seed, so that different seeds are compared on the same test data.
@@ -91,15 +94,15 @@ def draw_split(labels: NDArray[np.int8], patients: NDArray[np.str_] | None = Non
     if patients is None:
         for members in _strata(present):
             shuffled = generator.permutation(members)
-            split[shuffled[: int(len(members) * TEST_SHARE + 0.5)]] = TEST
+            split[shuffled[: int(len(members) * test_share + 0.5)]] = TEST
         return split
     names, patient_of = np.unique(patients, return_inverse=True)
     shown = np.zeros((len(names), labels.shape[1]), dtype=bool)
     np.logical_or.at(shown, patient_of, present)
     sizes = np.bincount(patient_of)
-    room = 0.0  # carried over: a stratum may have too few patients for a fifth
+    room = 0.0  # carried over: a stratum may have too few patients for its share
     for members in _strata(shown):
-        room += sizes[members].sum() * TEST_SHARE
+        room += sizes[members].sum() * test_share
         chosen, room = choose_whole_groups(generator.permutation(members), sizes, room)
         split[np.isin(patient_of, chosen)] = TEST
     return split

@@ -7,8 +7,10 @@ DIR/Data_Entry_2017_v2020.csv           or Data_Entry_2017.csv
 DIR/images_001/images/00000001_000.png  … images_012; or all in DIR/images/
 DIR/train_val_list.txt, test_list.txt   the official split; without both a fifth of the patients is test
 
-`No Finding` is an image with none of the 14. A patient (`Patient ID`) stays on one side of each split. FedMLP uses PA
-views and the eight most frequent findings: `--data chestxray14:pa --set data.top_classes=8`.
+`No Finding` is an image with none of the 14. A patient (`Patient ID`) stays on one side of each split.
+
+`chestxray14:pa` is the data of FedMLP, without the official lists: the PA views, 30 % of them test data, drawn once by
+patient. The paper uses the eight most frequent findings: `--data chestxray14:pa --set data.top_classes=8`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fedmll.data.sources.labelled_images import (
     read_csv_columns,
     read_lines,
 )
-from fedmll.data.targets import TEST, TRAIN
+from fedmll.data.targets import TEST, TRAIN, draw_split
 
 CLASSES = (
     *("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Effusion", "Emphysema", "Fibrosis", "Hernia"),
@@ -37,6 +39,7 @@ CLASSES = (
 )
 NOTHING = "No Finding"
 PATIENT = "Patient ID"
+PA, PA_TEST_SHARE = "pa", 0.3  # FedMLP: PA views, training and test data 7:3
 COLUMNS = ("Image Index", "Finding Labels", PATIENT, "View Position")
 LISTS = (("train_val_list.txt", TRAIN), ("test_list.txt", TEST))
 
@@ -57,12 +60,16 @@ def load(request: SourceRequest) -> Splits:
     if not folders:
         check_exist(problems, root / "images")
     rows = zip(*read_csv_columns(entries, COLUMNS, problems), strict=True)
-    kept = [row for row in rows if row[3] == "PA" or request.argument != "pa"]
+    kept = [row for row in rows if row[3] == "PA" or request.argument != PA]
     names, findings, patients = ([row[column] for row in kept] for column in range(3))
     images = find_images_by_stem(folders, (".png",))
     first = folders[0] if folders else root
     paths = [images.get(Path(name).stem, first / name) for name in names]
-    labels, split = _labels(findings, problems), _split(root, names, problems)
+    labels = _labels(findings, problems)
+    if request.argument == PA and names:
+        split = draw_split(labels, np.array(patients, dtype=np.str_), PA_TEST_SHARE)
+    else:
+        split = _split(root, names, problems)
     return load_official(problems, request, root, paths, labels, CLASSES, split, patients, PATIENT)
 
 
@@ -101,7 +108,7 @@ register("source", "chestxray14")(
         description="NIH ChestX-ray14, several findings per image; --root DIR with its CSV and image folders",
         load=load,
         available=lambda root: find(root) is not None,
-        variants=("", "pa"),
+        variants=("", PA),
         composes=False,
         group=PATIENT,
         classes=len(CLASSES),

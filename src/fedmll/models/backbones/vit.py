@@ -1,7 +1,9 @@
 """Vision transformers by `transformers` (pip install 'fedmll[hf]'), as backbones that give a map of tokens.
 
-`model.weights` is a folder as `save_pretrained` writes it, or a name on the hub: google/vit-base-patch16-224-in21k is
-ViT-B/16. Without it: a small one, untrained, of `model.channels` (as many layers as numbers, the last one its width).
+`vit`        `model.weights` is a folder as `save_pretrained` writes it, or a name on the hub. Without weights: an
+             untrained ViT-B/16 (12 layers of width 768, 12 heads, patches of 16 × 16). Its trained weights are
+             google/vit-base-patch16-224-in21k on the hub.
+`small-vit`  untrained, of `model.channels`: as many layers as numbers, the last one its width.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ LAYOUT = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
     *("image_size", "patch_size", "num_channels", "qkv_bias", "layer_norm_eps"),
 )  # what a transformer's shape depends on
+VIT_B16 = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "patch_size": 16
+}  # Dosovitskiy et al., 2021, Table 1  # fmt: skip
 TOKENS = 8  # a small transformer's map has about 8 × 8
 
 
@@ -59,10 +64,21 @@ class VisionTransformer(Backbone):
 @register("backbone", "vit")
 def vit(model: ModelSettings, sample_shape: tuple[int, ...]) -> VisionTransformer:
     if model.pretrained is None:
-        return small_vit(sample_shape, model.channels)
+        return untrained_vit_b16(sample_shape)
     return pretrained_vit(model.pretrained, sample_shape)
 
 
+@register("backbone", "small-vit")
+def small_vit_of_channels(model: ModelSettings, sample_shape: tuple[int, ...]) -> VisionTransformer:
+    if model.pretrained is not None:
+        raise ConfigError(
+            f"model.weights = '{model.weights}': a small-vit has no published weights. Leave it out, or use "
+            "model.backbone = 'vit'."
+        )
+    return small_vit(sample_shape, model.channels)
+
+
+@register("layout", "small-vit")
 @register("layout", "vit")
 def vit_of_layout(layout: Mapping[str, Any]) -> VisionTransformer:
     """As a finished model's file describes it; untrained."""
@@ -82,14 +98,22 @@ def vit_of_layout(layout: Mapping[str, Any]) -> VisionTransformer:
         ) from None
 
 
+def untrained_vit_b16(sample_shape: tuple[int, ...]) -> VisionTransformer:
+    channels, height, breadth = sample_shape
+    library = _library()
+    config = library.ViTConfig(image_size=[height, breadth], num_channels=channels, **VIT_B16)
+    _check_patches(height, breadth, config.patch_size)
+    return VisionTransformer(library.ViTModel(config, add_pooling_layer=False))
+
+
 def small_vit(sample_shape: tuple[int, ...], channels: tuple[int, ...]) -> VisionTransformer:
     """Untrained, for small images: its patches divide the image into about 8 × 8 tokens."""
     library = _library()
     width, (depth, height, breadth) = channels[-1], sample_shape
     if width % HEAD_WIDTH:
         raise ConfigError(
-            f"model.channels ends in {width}; for a vit this is its width and must be a multiple of {HEAD_WIDTH}, e.g. "
-            "[128, 128, 128, 128] (four layers of width 128)."
+            f"model.channels ends in {width}; for a small-vit this is its width and must be a multiple of "
+            f"{HEAD_WIDTH}, e.g. [128, 128, 128, 128] (four layers of width 128)."
         )
     divisors = [p for p in range(1, min(height, breadth) + 1) if height % p == 0 and breadth % p == 0]
     config = library.ViTConfig(
@@ -159,21 +183,25 @@ def _library() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError("model.backbone = 'vit' needs transformers: pip install 'fedmll[hf]'.") from None
+        raise ConfigError("The backbones vit and small-vit need transformers: pip install 'fedmll[hf]'.") from None
     transformers.logging.set_verbosity_error()  # it reports a checkpoint's classifier, which is not wanted here
     transformers.logging.disable_progress_bar()
     return transformers
+
+
+def _check_patches(height: int, breadth: int, patch: int) -> None:
+    if height % patch or breadth % patch:
+        raise ConfigError(
+            f"The images are {height} × {breadth} and the transformer's patches {patch} × {patch}: set data.size to a "
+            f"multiple of {patch}, for example {max(patch, round(height / patch) * patch)}."
+        )
 
 
 def _fit(network: Any, sample_shape: tuple[int, ...]) -> None:
     """Make a network that was trained on other images take these."""
     channels, height, breadth = sample_shape
     patch, old = network.config.patch_size, network.embeddings.patch_embeddings.image_size
-    if height % patch or breadth % patch:
-        raise ConfigError(
-            f"The images are {height} × {breadth} and the transformer's patches {patch} × {patch}: set data.size to a "
-            f"multiple of {patch}, for example {max(patch, round(height / patch) * patch)}."
-        )
+    _check_patches(height, breadth, patch)
     embeddings = network.embeddings
     positions = embeddings.position_embeddings.data
     grid = positions[:, 1:].mT.reshape(1, -1, old[0] // patch, old[1] // patch)
