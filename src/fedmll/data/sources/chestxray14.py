@@ -66,10 +66,9 @@ def load(request: SourceRequest) -> Splits:
     first = folders[0] if folders else root
     paths = [images.get(Path(name).stem, first / name) for name in names]
     labels = _labels(findings, problems)
+    split = _split(root, names, problems) if request.argument != PA else None
     if request.argument == PA and names:
         split = draw_split(labels, np.array(patients, dtype=np.str_), PA_TEST_SHARE)
-    else:
-        split = _split(root, names, problems)
     return load_official(problems, request, root, paths, labels, CLASSES, split, patients, PATIENT)
 
 
