@@ -39,7 +39,10 @@ def register(app: typer.Typer) -> None:
 
 def predict(
     model: RunOrModel,
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGES…", help="Image files, or folders of image files.")],
+    images: Annotated[
+        list[Path],
+        typer.Argument(metavar="IMAGES…", help="Image files, or folders of them; tables for a model of a table."),
+    ],
     known: Annotated[
         list[str] | None,
         typer.Option(metavar="class=1", help="A label that is known for all images, 1 or 0; repeatable."),
@@ -63,10 +66,12 @@ def predict(
     paths, others = find_images(images)
     rows: list[tuple[str, ...]] = []
     unreadable: list[str] = []
+    count = 0
     with ExitStack() as stack:
         write = None if out is None else stack.enter_context(open_prediction_writer(out, used.classes))
         advance = stack.enter_context(progress_over(len(paths)))
         for prediction in used.stream(paths, known_labels or None):
+            count += 1
             chosen = predicted_classes(prediction, thresholds, top)
             if prediction.probabilities is None:
                 unreadable.append(f"{display_path(prediction.path)} ({prediction.reason})")
@@ -75,11 +80,11 @@ def predict(
             if write is not None:
                 write(prediction, [used.classes[label] for label in chosen])
             advance()
-        if len(unreadable) == len(paths):
-            raise DataError(unreadable_text(unreadable, len(paths)))
-    print_predictions(rows, len(paths) - len(unreadable), out)
+        if len(unreadable) == count:
+            raise DataError(unreadable_text(unreadable, count))
+    print_predictions(rows, count - len(unreadable), out)
     if unreadable:
-        warn(unreadable_text(unreadable, len(paths)))
+        warn(unreadable_text(unreadable, count))
     if others:
         endings = sorted({display_path(Path(path.suffix)) if path.suffix else "no ending" for path in others})
         warn(f"{len(others)} other files of the folders were left out ({', '.join(endings[:5])}).")

@@ -56,6 +56,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1), AfterValidator(_at_most_32_bits)]
 Width = Annotated[int, Field(ge=1, le=2**16)]  # of a layer
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+# of the feature columns of a table: mean and standard deviation of numbers, or the values of a column of text
+TableEncoding = tuple[tuple[str, tuple[float, float] | tuple[str, ...]], ...]
 UncertainLabels = Literal["unknown", "present", "absent"]
 AUTO = "auto"  # decided by a rule when the experiment is resolved or its data is loaded
 COMPOSITE = "ml-"  # prefix of a data source: composites of its images
@@ -76,6 +78,7 @@ class ReadingOptions:
         window: the values that become black and white in images with more than 8 bits per pixel; None: from the data.
         skip_unreadable: skip images that are missing or cannot be decoded, instead of raising an error.
         uncertain_labels: the target for labels marked as uncertain (VOC: difficult, CheXpert: uncertain).
+        encoding: how the feature columns of a table become numbers; None: from the data.
         by_options: error messages name command-line options (--ignore a,b) instead of settings (--set data.ignore=…).
     """
 
@@ -85,6 +88,7 @@ class ReadingOptions:
     window: tuple[float, float] | None = None
     skip_unreadable: bool = False
     uncertain_labels: UncertainLabels | None = None
+    encoding: TableEncoding | None = None
     by_options: bool = False
 
     def __post_init__(self) -> None:
@@ -155,6 +159,11 @@ class DataSettings(SettingsSection):
         description="The target for labels marked as uncertain, in `voc` (difficult) and `chexpert` (uncertain). "
         "Default: unknown.",
     )
+    encoding: TableEncoding | None = Field(
+        default=None,
+        description="How the columns of a `table` become numbers: [name, [mean, std]] or [name, [values]] for each. "
+        "Default: from the training rows.",
+    )
     layout: Literal["quadrants", "side-by-side", "blend"] = Field(
         default="quadrants", description="How composites (ml-…) combine two images."
     )
@@ -199,6 +208,7 @@ class DataSettings(SettingsSection):
             window=self.window,
             skip_unreadable=self.skip_unreadable,
             uncertain_labels=self.uncertain_labels,
+            encoding=self.encoding,
         )
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.config.settings import TableEncoding
 from fedmll.core.errors import DataError
 
 PRESENT, ABSENT, UNKNOWN = 1, 0, -1
@@ -146,6 +147,7 @@ class Splits:
         window: the values that became 0 and 255, if the images have more than 8 bits per pixel.
         notes: messages for the user about how the data was read.
         group: the column whose samples stay on one side of each split (`data.group`), if the source determines it.
+        encoding: how the columns of a table became numbers (`data.encoding`).
     """
 
     train: Dataset
@@ -155,3 +157,4 @@ class Splits:
     window: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
     group: str | None = None
+    encoding: TableEncoding | None = None

@@ -194,7 +194,7 @@ def _derive_settings(splits: Splits) -> dict[str, Any]:
     if splits.size is not None:
         height, width = splits.size
         found["data.size"] = height if height == width else splits.size
-    found |= {"data.window": splits.window, "data.group": splits.group}
+    found |= {"data.window": splits.window, "data.group": splits.group, "data.encoding": splits.encoding}
     return {name: value for name, value in found.items() if value is not None}
 
 

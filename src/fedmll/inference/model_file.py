@@ -32,6 +32,7 @@ from fedmll.core.tensor_files import checksum_with_description
 from fedmll.core.text import suggest
 from fedmll.core.versions import fedmll_version
 from fedmll.data.dataset import Dataset
+from fedmll.data.sources.table import encode, read_table
 from fedmll.engines.client_trainer import Trainer
 from fedmll.evaluation.calibration import apply_calibration
 from fedmll.inference.image_predictions import ImagePrediction, decode_batches, display_path
@@ -210,8 +211,8 @@ class SavedModel:
         """Probabilities (N, C).
 
         Args:
-            samples: images (N, channels, height, width) with uint8 pixels, feature vectors (N, width), a dataset, or
-                image files.
+            samples: images (N, channels, height, width) with uint8 pixels, feature vectors (N, width), a dataset, image
+                files, or tables.
             known: known labels, for methods that can use them (C-Tran's); other methods reject them.
         """
         if isinstance(samples, Path | str):
@@ -230,19 +231,22 @@ class SavedModel:
         return scores if self.calibration is None else apply_calibration(scores, self.calibration).astype(np.float32)
 
     def _predict_files(self, paths: list[Path], known: KnownLabels | None) -> NDArray[np.float32]:
-        scores = np.zeros((len(paths), len(self.classes)), np.float32)
-        for place, prediction in enumerate(self.stream(paths, known)):
+        scores = []
+        for prediction in self.stream(paths, known):
             if prediction.probabilities is None:
                 raise DataError(f"The image {display_path(prediction.path)} cannot be used: {prediction.reason}.")
-            scores[place] = prediction.probabilities
-        return scores
+            scores.append(prediction.probabilities)
+        return np.stack(scores) if scores else np.zeros((0, len(self.classes)), np.float32)
 
     def stream(self, paths: Sequence[Path], known: KnownLabels | None = None) -> Iterator[ImagePrediction]:
-        """Predict image files one after the other, in order.
+        """Predict image files one after the other, in order; or the rows of tables, if the model was trained on one.
 
         An unreadable file gives a reason and does not stop the others. Memory does not grow with the number of files:
         threads decode a few images ahead of the network.
         """
+        if self.description["experiment"]["data"].get("encoding") is not None:
+            yield from self._stream_tables(paths, known)
+            return
         if len(self.sample_shape) != 3:
             raise ConfigError(
                 f"The model {self.file} takes feature vectors of width {self.sample_shape[0]}, not images: "
@@ -263,6 +267,15 @@ class SavedModel:
                 else:
                     yield ImagePrediction(path, next(scores))
             start += len(batch)
+
+    def _stream_tables(self, tables: Sequence[Path], known: KnownLabels | None) -> Iterator[ImagePrediction]:
+        """Predict the rows of tables: each is named after its file and number."""
+        encoding = self.experiment.data.encoding
+        assert encoding is not None
+        for table in tables:
+            scores = self.predict(encode(read_table(table), encoding, f"'{table}'"), known)
+            for number, row in enumerate(scores, 1):
+                yield ImagePrediction(Path(f"{table}:{number}"), row)
 
     def _known_targets(self, known: KnownLabels, samples: int) -> NDArray[np.int8]:
         """(samples, C)."""

@@ -1,7 +1,7 @@
 """Data sources: one module per dataset or file format; each registers a `Source`. Start with `load` here.
 
 - `base` — `Source` and `SourceRequest`
-- `folder`, `packed`, `features`, `hf` — the user's own data
+- `folder`, `packed`, `features`, `table`, `hf` — the user's own data
 - `labelled_images` — shared by all sources that read image files
 - `npz` — reads `.npz` files that may be damaged or malicious
 - all others — published datasets in their official layout
