@@ -709,3 +709,26 @@ def test_sources_are_listed_with_what_is_available(tmp_path: Path, monkeypatch: 
     assert "ml-features:FILE.npz" not in listed
     write_batches(tmp_path)
     assert {line.name: line.available for line in describe_sources(tmp_path)}["cifar10"]
+
+
+def test_features_may_have_clients_patients_and_validation_data(tmp_path: Path) -> None:
+    rng, sizes = np.random.default_rng(0), {"train": 12, "validation": 4, "test": 6}
+    arrays: dict[str, Any] = {f"x_{part}": rng.normal(size=(size, 3)) for part, size in sizes.items()}
+    arrays |= {f"y_{part}": np.tile([[1, 0], [0, 1]], (size // 2, 1)) for part, size in sizes.items()}
+    arrays |= {f"groups_{part}": np.arange(size) + 100 * place for place, (part, size) in enumerate(sizes.items())}
+    arrays["clients_train"] = np.array(["a", "b", "c"] * 4)
+    np.savez(tmp_path / "f.npz", **arrays)
+    splits = sources.load(f"features:{tmp_path / 'f.npz'}")
+    assert splits.validation is not None
+    assert len(splits.validation) == 4
+    assert splits.train.groups is not None
+    assert splits.train.groups.tolist() == ["a", "b", "c"] * 4
+    assert splits.test.patients is not None
+    assert splits.test.patients.tolist() == ["200", "201", "202", "203", "204", "205"]
+    assert splits.group == "groups"
+    np.savez(tmp_path / "f.npz", **(arrays | {"groups_test": np.arange(6)}))
+    with pytest.raises(DataError, match="more than one part of the split"):
+        sources.load(f"features:{tmp_path / 'f.npz'}")
+    np.savez(tmp_path / "f.npz", **(arrays | {"clients_train": np.arange(5)}))
+    with pytest.raises(DataError, match="clients_train must be 12 names"):
+        sources.load(f"features:{tmp_path / 'f.npz'}")
