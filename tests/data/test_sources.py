@@ -718,7 +718,7 @@ def test_features_may_have_clients_patients_and_validation_data(tmp_path: Path) 
     arrays |= {f"groups_{part}": np.arange(size) + 100 * place for place, (part, size) in enumerate(sizes.items())}
     arrays["clients_train"] = np.array(["a", "b", "c"] * 4)
     np.savez(tmp_path / "f.npz", **arrays)
-    splits = sources.load(f"features:{tmp_path / 'f.npz'}")
+    splits = load(f"features:{tmp_path / 'f.npz'}")
     assert splits.validation is not None
     assert len(splits.validation) == 4
     assert splits.train.groups is not None
@@ -728,7 +728,7 @@ def test_features_may_have_clients_patients_and_validation_data(tmp_path: Path) 
     assert splits.group == "groups"
     np.savez(tmp_path / "f.npz", **(arrays | {"groups_test": np.arange(6)}))
     with pytest.raises(DataError, match="more than one part of the split"):
-        sources.load(f"features:{tmp_path / 'f.npz'}")
+        load(f"features:{tmp_path / 'f.npz'}")
     np.savez(tmp_path / "f.npz", **(arrays | {"clients_train": np.arange(5)}))
     with pytest.raises(DataError, match="clients_train must be 12 names"):
-        sources.load(f"features:{tmp_path / 'f.npz'}")
+        load(f"features:{tmp_path / 'f.npz'}")
