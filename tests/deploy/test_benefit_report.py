@@ -286,7 +286,10 @@ def test_verdict_follows_the_confidence_interval(gain: float, words: str) -> Non
 def test_small_classes_are_named_and_names_are_escaped() -> None:
     found = made_up(0.2, few=True)
     paragraphs = describe_classes(found)
-    assert paragraphs[-1] == "Too few test images for a comparison, and not in any average: <b>0 (5 with, 195 without)."
+    assert (
+        paragraphs[-1]
+        == "These classes have too few test images and are left out of the averages: <b>0 (5 with, 195 without)."
+    )
     assert paragraphs[0].startswith("By average precision the federated model is better for <b>1, <b>2.")
     assert "one in 20 of these 2 intervals excludes zero by chance" in paragraphs[0]
     page = render_site_report(found)

@@ -47,7 +47,7 @@ def test_page_is_readable(browser: Any, width: int, dark: bool, tmp_path: Any) -
         text = browser.execute_script("return document.body.innerText")
         # the only complaint: there is no favicon
         assert [entry for entry in browser.get_log("browser") if "favicon" not in entry["message"]] == []
-        assert browser.title == "13/40 · fedmll"  # the script is words
+        assert browser.title == "13 of 40 rounds · fedmll"  # the script is words
         assert "<script>document.title" in text
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")

@@ -126,7 +126,9 @@ def describe_classes(site: SiteComparison) -> list[str]:
         if not enough
     ]
     if small:
-        paragraphs.append(f"Too few test images for a comparison, and not in any average: {', '.join(small)}.")
+        paragraphs.append(
+            f"These classes have too few test images and are left out of the averages: {', '.join(small)}."
+        )
     return paragraphs
 
 
@@ -221,9 +223,9 @@ def _class_tables(site: SiteComparison) -> list[dict[str, Any]]:
                     "bar": {name: _bar_position(getattr(gap, name), reach) for name in ("low", "value", "high")},
                 }
             rows.append(row)
-        models = "with both models tuned here" if metric in TUNED_METRICS else "of the models as they are"
+        models = "with both models tuned here" if metric in TUNED_METRICS else "without tuning"
         if not site.has_local_model:
-            models = models.replace("both models", "the model").replace("the models as they are", "the model as it is")
+            models = models.replace("both models", "the model")
         label = CLASS_METRICS[metric].label
         lower = " (lower is better)" if CLASS_METRICS[metric].lower_is_better else ""
         tables.append({"heading": f"{label[0].upper()}{label[1:]} {models}{lower}", "rows": rows})

@@ -45,13 +45,13 @@ main { max-width: 1080px; margin: 0 auto; padding: 28px 20px; }
 h1 { font-size: 22px; margin: 0; } h1 small { color: var(--soft); font-weight: 400; font-size: 15px; }
 section { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px;
   margin-top: 18px; overflow-x: auto; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 14px; margin: 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(125px, 1fr)); gap: 14px; margin: 0; }
 dt { color: var(--soft); font-size: 13px; } dd { margin: 0; font-size: 20px; font-variant-numeric: tabular-nums; }
 .bar { height: 8px; border-radius: 4px; background: var(--line); margin-top: 16px; overflow: hidden; }
 .bar div { height: 100%; background: var(--bar); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; color: var(--soft); font-weight: 500; font-size: 13px; white-space: nowrap; }
-th, td { padding: 8px 12px 8px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th, td { padding: 8px 20px 8px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child td { border-bottom: 0; } td:nth-child(-n+2) { white-space: nowrap; }
 .number { text-align: right; white-space: nowrap; }
 .good { color: var(--good); } .bad { color: var(--bad); } .soft { color: var(--soft); }
@@ -255,29 +255,29 @@ def render_html(status: Mapping[str, Any]) -> str:
     facts = [
         ("state", status["state"]),
         ("round", f"{status['round']} of {rounds}"),
-        ("replies", f"{status['replies']} of {status['expected_replies']}"),
-        ("last round", format_duration(status["seconds_per_round"])),
+        ("replies in it", f"{status['replies']} of {status['expected_replies']}"),
+        ("time of last round", format_duration(status["seconds_per_round"])),
         (
             "time left",
             "about " + format_duration(status["seconds_left"]) if status["seconds_left"] is not None else "–",
         ),
-        ("from clients", format_size(status["bytes_up"])),
-        ("to clients", format_size(status["bytes_down"])),
+        ("received", format_size(status["bytes_up"])),
+        ("sent", format_size(status["bytes_down"])),
     ]
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
     reason = f'<p class="bad">{escape(status["reason"])}</p>' if status["reason"] else ""
     rows = "".join(_row(name, client) for name, client in status["clients"].items())
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
-        f"{done}/{rounds} · fedmll</title>"
+        f"{done} of {rounds} rounds · fedmll</title>"
         f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><main>"
-        f"<h1>{escape(status['method'])} <small>run {escape(status['run'])}</small></h1>"
+        f"<h1>Federation with {escape(status['method'])} <small>run {escape(status['run'])}</small></h1>"
         f'<section><dl>{cells}</dl><div class="bar"><div style="width: {100 * done / max(1, rounds):.1f}%"></div></div>'
         f"{reason}</section><section><table><thead><tr><th>client</th><th>connection</th>"
-        '<th class="number">images</th><th class="number">last round</th><th class="number">from it</th>'
-        '<th class="number">to it</th><th>notes and last error</th></tr></thead>'
+        '<th class="number">images</th><th class="number">last reply in round</th><th class="number">received</th>'
+        '<th class="number">sent</th><th>notes and last error</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></section>"
         f"<footer>{time.strftime('%Y-%m-%d %H:%M:%S')} · this page reloads every {REFRESH_SECONDS} s · "
         "/status.json · /metrics</footer></main></body></html>"

@@ -185,8 +185,9 @@ def class_feature_figure(run: SavedRun, features: ClassFeatures) -> ReportFigure
     matrices = {"mean features": cosines(means)}
     feature = "the feature of the class" if features.per_class else "the feature of the whole image"
     caption = (
-        f"Cosine between the mean features of the classes (FedNCA-ML, Fig. 4): the mean of {feature} over the test "
-        f"images with the class ({features.images:,} images). Lower means better separated. {_means(matrices)}"
+        f"Cosine between the mean features of the classes (FedNCA-ML, Fig. 4), from {features.images:,} test images. "
+        f"The mean feature of a class is the mean of {feature} over the images with the class. Lower cosines mean that "
+        f"classes are better separated. {_means(matrices)}"
     )
     name, title = "class-features", "Similarity of class features on test images"
     return _matrix_figure(name, title, caption, matrices, [run.classes[c] for c in shown])
