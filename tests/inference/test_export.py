@@ -100,7 +100,16 @@ BACKBONES = {
     "convnet": ((3, 12, 8), {"model__channels": (4, 8), "model__norm": "group", "model__width": 16}),
     "densenet121": ((3, 32, 32), {}),
     "mlp": ((7,), {"model__channels": (8,), "data__name": "features:x.npz"}),
-    "mobilenet-v2": ((3, 32, 32), {"model__freeze": "backbone", "model__weights": "random"}),
+    "mobilenet-v2": (
+        (3, 32, 32),
+        {
+            "model__freeze": "backbone",
+            "model__weights": "random",
+            "model__stages": (17, 16, 13),
+            "model__power": "sqrt",
+            "model__flip_average": True,
+        },
+    ),
     "resnet18": ((1, 16, 16), {"model__stem": "cifar"}),
     "resnet50": ((3, 32, 32), {"model__stem": "imagenet"}),
     "small-vit": ((1, 16, 8), {"model__channels": (32,)}),

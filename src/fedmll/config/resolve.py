@@ -88,6 +88,11 @@ def _resolve_model(model: ModelSettings, has_features: bool) -> ModelSettings:
             "model.standardise = true is for model.freeze = 'backbone': the features of a backbone that is trained "
             "change in every round. Leave it out."
         )
+    if model.pools_stages and (not frozen or has_features):
+        raise ConfigError(
+            "model.stages, model.power and model.flip_average are for images and model.freeze = 'backbone'; leave them "
+            "out."
+        )
     updates["standardise"] = frozen if model.standardise == AUTO else model.standardise
     updates["bias"] = ("prior" if frozen else "zero") if model.bias == AUTO else model.bias
     pretrained = model.pretrained

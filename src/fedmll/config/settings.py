@@ -285,6 +285,17 @@ class ModelSettings(SettingsSection):
         default=1,
         description="The number of cached views per image with a frozen backbone; all but the first are augmented.",
     )
+    stages: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(),
+        description="Stages of a frozen backbone whose mean features are added to those of the last stage; 0 is the "
+        "stem. For heads that use means.",
+    )
+    power: Literal["none", "sqrt"] = Field(
+        default="none", description="sqrt: the signed square root of the mean features of the last stage, like stages."
+    )
+    flip_average: bool = Field(
+        default=False, description="Average the features of an image and of its mirror image, like stages."
+    )
     standardise: bool | Literal["auto"] = Field(
         default="auto",
         description="Standardise the features of a frozen backbone with the mean and variance over all clients. auto: "
@@ -321,6 +332,11 @@ class ModelSettings(SettingsSection):
     pixel_std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None = Field(
         default=None, description="Standard deviation of pixels, like pixel_mean. Default: from the weights, else 0.5."
     )
+
+    @property
+    def pools_stages(self) -> bool:
+        """Whether features are more than the mean of the last stage."""
+        return bool(self.stages) or self.power != "none" or self.flip_average
 
     @property
     def pretrained(self) -> str | None:

@@ -24,6 +24,10 @@ class LinearHead(Head):
     name = "linear"
     provides = frozenset({"class-rows"})
 
+    @property
+    def pools_tokens(self) -> bool:
+        return True
+
     def build(self, backbone: Backbone) -> Classifier:
         return Classifier(backbone, len(self.task.classes))
 
@@ -78,6 +82,10 @@ class EtfLadmHead(Head):
         logit_scale: Annotated[float, Field(gt=0)] | None = option(
             None, "initial value of a learned factor of the logits; none: no factor"
         )
+
+    @property
+    def pools_tokens(self) -> bool:
+        return not self.options.ladm
 
     def build(self, backbone: Backbone) -> PrototypeClassifier:
         option, classes = self.options, len(self.task.classes)

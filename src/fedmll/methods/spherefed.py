@@ -69,6 +69,10 @@ class SphereHead(Head):
                 "model.width, which adds a trained layer between them, or freeze only the first stages."
             )
 
+    @property
+    def pools_tokens(self) -> bool:
+        return True
+
     def build(self, backbone: Backbone) -> SphereNetwork:
         classes = len(self.task.classes)
         if backbone.width < classes:

@@ -2,7 +2,8 @@
 
 A backbone maps an image to a map of *tokens* (batch, width, rows, columns). With a frozen backbone only a neck (a 1×1
 projection and a norm, `model.width`) and a head are trained, on the stored tokens. If the same network gets an image
-instead, its tokens are rounded in the same way. With `model.standardise` the tokens are standardised before the neck
+instead, its tokens are rounded in the same way. A head that needs one vector per image can have more than the mean of
+the tokens (models/pooled_stages.py). With `model.standardise` the tokens are standardised before the neck
 (models/standardise.py).
 """
 
@@ -33,6 +34,7 @@ from fedmll.core.seeding import derive, torch_generator
 from fedmll.data.images.augmentation import augment
 from fedmll.data.images.cache import Progress, cached_array, content_key, no_progress, store_key
 from fedmll.models.backbones.base import Backbone, build_norm
+from fedmll.models.pooled_stages import PooledStages
 from fedmll.models.standardise import StandardiseFeatures, pool_tokens
 
 BATCH = 16  # images; with larger batches the C library allocates and clears the memory of each layer again (32 MB)
@@ -43,9 +45,18 @@ Tokens = NDArray[np.float16]  # (views, images, width, rows, columns); view 0 is
 Means = NDArray[np.float32]  # (views, images, width)
 
 
-def freeze_and_add_neck(backbone: Backbone, model: ModelSettings, seed: int) -> Backbone:
+def freeze_and_add_neck(
+    backbone: Backbone, model: ModelSettings, seed: int, pooled_shape: tuple[int, ...] | None = None
+) -> Backbone:
     """Apply `model.freeze`, `model.standardise` and `model.width`: freeze stages of the backbone, standardise its
-    features and add a trained neck."""
+    features and add a trained neck.
+
+    Args:
+        backbone: a backbone as it was built.
+        model: the section [model] of the experiment.
+        seed: the experiment's seed.
+        pooled_shape: the shape of a sample, if the head needs one vector per image; None: it needs the tokens.
+    """
     if model.freeze != "none":
         stages = backbone.stages()
         if model.freeze != WHOLE and len(stages) < int(model.freeze):
@@ -56,6 +67,10 @@ def freeze_and_add_neck(backbone: Backbone, model: ModelSettings, seed: int) -> 
         backbone.frozen = tuple(stages if model.freeze == WHOLE else stages[: int(model.freeze)])
         for stage in backbone.frozen:
             stage.requires_grad_(False)
+    if pooled_shape is not None and model.freeze == WHOLE:
+        backbone.pooling = PooledStages.of(model, backbone)
+        if backbone.pooling is not None:
+            backbone.width = backbone.pooling.width(backbone, pooled_shape)
     if model.standardise is True:
         backbone.standardise = StandardiseFeatures(backbone.width)
     if model.width is not None:
@@ -86,8 +101,14 @@ def backbone_outputs(backbone: Backbone, images: Tensor) -> Tensor:
         return images.float()
     if backbone.stores_means and images.dim() == 2:
         return images
-    tokens: Tensor = backbone(images)
+    tokens = features_of(backbone, images)
     return tokens.half().float() if backbone.is_frozen else tokens
+
+
+def features_of(backbone: Backbone, images: Tensor) -> Tensor:
+    """The tokens of images, or the vectors that `model.stages` and the like ask for."""
+    found: Tensor = backbone(images) if backbone.pooling is None else backbone.pooling.features(backbone, images)
+    return found
 
 
 def as_map(vectors: Tensor) -> Tensor:
@@ -115,8 +136,12 @@ def store_frozen_features(
     backbone.eval()
     device = next(backbone.parameters()).device
     with torch.no_grad():
-        shape = backbone(normalise(torch.zeros(1, *store.shape[1:], device=device))).shape[1:]
-    drawn = (augmentation, seed, BATCH, _code_hash(registry.find("augmentation", augmentation))) if views > 1 else ()
+        shape = features_of(backbone, normalise(torch.zeros(1, *store.shape[1:], device=device))).shape[1:]
+    drawn: tuple[object, ...] = ()
+    if views > 1:
+        drawn = (augmentation, seed, BATCH, _code_hash(registry.find("augmentation", augmentation)))
+    if backbone.pooling is not None:
+        drawn += (backbone.pooling, _code_hash(PooledStages))
     key = content_key("tokens", store_key(store), _digest(backbone), _code_hash(type(backbone)), scale, views, *drawn)
     fill = _FeatureWriter(backbone, store, augmentation, views, seed, normalise, progress)
 
@@ -184,7 +209,7 @@ class _FeatureWriter:
                 images = torch.from_numpy(np.array(self.store[rows])).to(device).float().mul_(1 / 255)
                 if view:
                     images = augment(images, self.augmentation, torch_generator(self.seed, "view", view, start))
-                tokens[view, rows] = self.backbone(self.normalise(images)).half().cpu().numpy()
+                tokens[view, rows] = features_of(self.backbone, self.normalise(images)).half().cpu().numpy()
                 with done.get_lock():
                     done.value += len(images)
 

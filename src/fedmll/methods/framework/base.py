@@ -123,6 +123,11 @@ class Head(Component):
     def __init__(self, task: Task, options: Any) -> None:
         self.task, self.options = task, options
 
+    @property
+    def pools_tokens(self) -> bool:
+        """Whether one vector per image is enough, so that a frozen backbone may give vectors (`model.stages`)."""
+        return False
+
     def build(self, backbone: Backbone) -> Network:
         """The network. torch is seeded when this is called, so that the initial weights follow from the seed."""
         raise NotImplementedError

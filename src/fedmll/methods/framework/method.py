@@ -172,7 +172,9 @@ class Method(MethodEntry):
         """The network with its initial weights."""
         setting, seed = self.task.experiment.model, self.task.seed
         layout = None if self.task.finished is None else self.task.finished.layout
-        backbone = freeze_and_add_neck(build_backbone(setting, self.task.sample_shape, seed, layout), setting, seed)
+        shape = self.task.sample_shape
+        pooled = shape if self.network_head.pools_tokens else None
+        backbone = freeze_and_add_neck(build_backbone(setting, shape, seed, layout), setting, seed, pooled)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.task.seed, "head"))
             model = self.network_head.build(backbone)

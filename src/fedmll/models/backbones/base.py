@@ -39,6 +39,7 @@ class Backbone(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.pooling: Any = None  # PooledStages: one vector per image instead of a map (models/pooled_stages.py)
         self.standardise: StandardiseFeatures | None = None  # after the tokens of a frozen backbone
         self.neck: nn.Module | None = None  # between tokens and head (models/frozen_features.py)
         self.frozen: tuple[nn.Module, ...] = ()  # frozen stages
@@ -63,6 +64,13 @@ class Backbone(nn.Module):
     def stages(self) -> list[nn.Module]:
         """The modules in order, starting at the image; each parameter is in one of them."""
         return [child for child in self.children() if child not in (self.standardise, self.neck)]
+
+    def stage_outputs(self, images: Tensor, wanted: frozenset[int]) -> dict[int, Tensor]:
+        """The maps of some stages by number (0: the first of `stages`), and that of the last one as number -1."""
+        raise ConfigError(
+            f"model.stages: the backbone {type(self).__name__} does not give the outputs of its stages. Leave "
+            "model.stages out, or give the class a method stage_outputs."
+        )
 
     def load(self, weights: dict[str, Tensor], origin: str) -> None:
         """Load all weights by name; for grey images the colour filters of the first layer are summed."""

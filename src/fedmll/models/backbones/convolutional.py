@@ -6,6 +6,7 @@ All but ConvNet have torchvision's names of layers, so that torchvision's weight
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from fedmll.config.settings import ModelSettings
 from fedmll.core.errors import ConfigError
 from fedmll.core.registry import register
 from fedmll.models.backbones.base import Backbone, build_norm, check_no_weights, initialise_he, load_pretrained
+
+Outputs = dict[int, Tensor]  # of stages, by number; -1 is the last one
 
 # ---- ConvNet
 
@@ -41,6 +44,19 @@ class ConvNet(Backbone):
         # channels_last is faster here (and slower for ResNet-18 on small images)
         tokens: Tensor = self.blocks(images.contiguous(memory_format=torch.channels_last))
         return tokens
+
+    def stage_outputs(self, images: Tensor, wanted: frozenset[int]) -> Outputs:
+        return outputs_in_order(images.contiguous(memory_format=torch.channels_last), self.blocks, wanted)
+
+
+def outputs_in_order(x: Tensor, stages: Iterable[Callable[[Tensor], Tensor]], wanted: frozenset[int]) -> Outputs:
+    """The outputs of the wanted stages and of the last one, where each stage takes the output of the one before it."""
+    found: Outputs = {}
+    for number, stage in enumerate(stages):
+        x = stage(x)
+        if number in wanted:
+            found[number] = x
+    return found | {-1: x}
 
 
 @register("backbone", "convnet")
@@ -132,10 +148,17 @@ class ResNet(Backbone):
         return [self.get_submodule(f"layer{i + 1}") for i in range(self.depth)]
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.maxpool(F.relu(self.bn1(self.conv1(images)), inplace=True))
+        x = self.stem(images)
         for layer in self.layers():
             x = layer(x)
         return x
+
+    def stem(self, images: Tensor) -> Tensor:
+        pooled: Tensor = self.maxpool(F.relu(self.bn1(self.conv1(images)), inplace=True))
+        return pooled
+
+    def stage_outputs(self, images: Tensor, wanted: frozenset[int]) -> Outputs:
+        return outputs_in_order(images, [self.stem, *self.layers()], wanted)
 
 
 class ResNet18(ResNet):
@@ -228,6 +251,17 @@ class DenseNet(Backbone):
     def forward(self, images: Tensor) -> Tensor:
         return F.relu(self.features(images), inplace=True)
 
+    def stage_outputs(self, images: Tensor, wanted: frozenset[int]) -> Outputs:
+        """The stem, then every dense block with its transition; the last one with its norm."""
+        ends = [self.features.pool0, *(getattr(self.features, f"transition{i + 1}") for i in range(self.blocks - 1))]
+        found, x = Outputs(), images
+        for layer in self.features:
+            x = layer(x)
+            number = next((number for number, end in enumerate(ends) if layer is end), None)
+            if number in wanted:
+                found[number] = x
+        return found | {-1: F.relu(x, inplace=True)}
+
     def load(self, weights: dict[str, Tensor], origin: str) -> None:
         super().load({OLD_NAME.sub(r"\1\2", name): weight for name, weight in weights.items()}, origin)
 
@@ -301,6 +335,9 @@ class MobileNetV2(Backbone):
     def forward(self, images: Tensor) -> Tensor:
         tokens: Tensor = self.features(images)
         return tokens
+
+    def stage_outputs(self, images: Tensor, wanted: frozenset[int]) -> Outputs:
+        return outputs_in_order(images, self.features, wanted)
 
 
 @register("backbone", "mobilenet-v2")

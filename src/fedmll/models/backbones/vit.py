@@ -56,9 +56,16 @@ class VisionTransformer(Backbone):
         return [network.embeddings, *layers, nn.ModuleList([last, network.layernorm])]
 
     def forward(self, images: Tensor) -> Tensor:
+        return self._as_map(self.network(pixel_values=images).last_hidden_state, images)
+
+    def stage_outputs(self, images: Tensor, wanted: frozenset[int]) -> dict[int, Tensor]:
+        outputs = self.network(pixel_values=images, output_hidden_states=True)
+        found = {number: self._as_map(outputs.hidden_states[number], images) for number in wanted}
+        return found | {-1: self._as_map(outputs.last_hidden_state, images)}
+
+    def _as_map(self, tokens: Tensor, images: Tensor) -> Tensor:
         rows, columns = images.shape[2] // self.patch, images.shape[3] // self.patch
-        tokens: Tensor = self.network(pixel_values=images).last_hidden_state[:, 1:]
-        return tokens.transpose(1, 2).unflatten(-1, (int(rows), int(columns)))
+        return tokens[:, 1:].transpose(1, 2).unflatten(-1, (int(rows), int(columns)))
 
 
 @register("backbone", "vit")
