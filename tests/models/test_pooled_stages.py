@@ -123,7 +123,7 @@ def test_wrong_settings_are_refused() -> None:
     for changes in X:
         with pytest.raises(ConfigError, match=r"are for images and model\.freeze = 'backbone'"):
             experiment(**{changes: X[changes]})
-    with pytest.raises(ConfigError, match="model.stages has 2, and the stages of convnet before its last are 0 to 1"):
+    with pytest.raises(ConfigError, match=r"model\.stages has 2, and the stages of convnet before its last are 0 to 1"):
         run(experiment(**FROZEN, model__stages=(2,)))
 
 
