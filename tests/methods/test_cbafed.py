@@ -48,6 +48,12 @@ def test_thresholds_by_hand(used: list[float], expected: list[float]) -> None:
     assert part.thresholds(torch.tensor(used, dtype=torch.float64)).tolist() == pytest.approx(expected)
 
 
+def test_two_classes_have_a_spread() -> None:
+    """π = ¾, ¼: std² = (¼² + ¼²)/1 = 1/8."""
+    part = learner_for("cbafed").method.part(LabelsUsed)
+    assert part.thresholds(torch.tensor([30.0, 10.0])).tolist() == pytest.approx([0.75 + 0.45 - 0.125**0.5, 0.55])
+
+
 def test_one_class_has_no_spread() -> None:
     part = learner_for("cbafed", highest=1.0, base=0.3).method.part(LabelsUsed)
     assert part.thresholds(torch.tensor([9.0])).tolist() == [1.0]

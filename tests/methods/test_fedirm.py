@@ -16,6 +16,7 @@ from fedmll import run
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.methods.fedirm import RelationMatching, relations, symmetric_divergence
+from fedmll.methods.framework.allowed_replies import find_class_problem
 from fedmll.testing import (
     aggregate,
     compute_loss,
@@ -103,6 +104,18 @@ def test_implausible_reply_is_rejected(key: str, tensor: torch.Tensor) -> None:
     assert trainer.method.find_problem(asked, reply, 1) is None
     reply.tensors[f"relation-matching/{key}"] = tensor
     assert key in str(trainer.method.find_problem(asked, reply, 1))
+
+
+def test_votes_for_classes_that_a_client_does_not_annotate_are_noticed() -> None:
+    trainer, client = learner_for("fedirm", client=LABELS, round=1, first_stage=1)
+    client_round = start_round(trainer, client)
+    compute_loss(trainer, client_round)
+    reply = make_reply(trainer, client_round)
+    asked = trainer.method.send(trainer.method.initial_state(), make_client_info(0, 3), 1)
+    specs = trainer.method.reply_spec(asked, 1)
+    assert find_class_problem(specs, reply, client.annotated) is None
+    reply.tensors["relation-matching/votes"] = torch.tensor([True, True, True])
+    assert "votes" in str(find_class_problem(specs, reply, client.annotated))
 
 
 def test_confident_samples() -> None:

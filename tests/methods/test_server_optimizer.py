@@ -127,7 +127,7 @@ def test_defaults_of_each_optimizer(optimizer: str, rate: float, beta1: float) -
     assert (given["server_lr"], given["server_beta1"]) == (0.5, 0.25)
 
 
-@pytest.mark.parametrize("average", ["clipped-mean", "trimmed-mean"])
+@pytest.mark.parametrize("average", ["clipped-mean", "trimmed-mean", "centered-clipping"])
 def test_the_update_is_that_of_any_average(average: str) -> None:
     plain, moved = (
         make_trainer(small(method__average=average, **changes), ("a", "b", "c"))
