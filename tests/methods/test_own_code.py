@@ -13,7 +13,8 @@ import torch
 
 from fedmll.core import registry
 from fedmll.methods.framework.base import Part, vectorized
-from fedmll.methods.framework.contract_checks import is_built_in
+from fedmll.methods.framework.contract_checks import check_network, is_built_in
+from fedmll.testing import experiment, make_trainer
 
 HEADER = """
 import torch
@@ -198,6 +199,15 @@ CASES = {
         ),
         "`update_state` returned a dict .*, and must return the next state and what is logged, two dicts",
     ),
+    "number in the next state": (
+        part(
+            "def initial_state(self):\n    return {'c': torch.zeros(2)}\n"
+            "def on_round_end(self, client_round, round_state):\n    return {'c': torch.zeros(2)}\n"
+            "def update_state(self, state, sums, round):\n    return {'c': 1.0}, {}",
+            'sends = sums = ("c",)',
+        ),
+        "`update_state` returned tuple, and must return the next state and what is logged, two dicts",
+    ),
     "number in the client state": (
         part(
             "def on_round_end(self, client_round, round_state):\n"
@@ -293,7 +303,7 @@ def test_correct_part_is_not_affected() -> None:
         def strength(self) -> float:
             return 1.0
 
-        def _term(self) -> None: ...
+        def _on_round_ends(self) -> None: ...  # private, so it is not a misspelled hook
 
     assert Fine.loss.vectorized  # type: ignore[attr-defined]
     assert Fine.loss(Fine.__new__(Fine), None, None) is None
@@ -325,3 +335,12 @@ def test_built_in_hooks_run_without_checks() -> None:
     assert guarded(Own) == ["loss"]
     built_in = [cls for kind in ("part", "head") for cls in registry.all_of(kind).values() if is_built_in(cls)]
     assert len(built_in) > 40 and not any(map(guarded, built_in))
+
+
+def test_checking_a_network_does_not_change_its_running_statistics() -> None:
+    trainer = make_trainer(experiment(), shape=(1, 8, 8))
+    before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
+    assert before  # BatchNorm's
+    check_network(trainer.method.network_head, trainer.model, (1, 8, 8), len(trainer.task.classes))
+    assert trainer.model.training
+    assert all(torch.equal(buffer, before[name]) for name, buffer in trainer.model.named_buffers())
