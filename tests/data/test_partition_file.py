@@ -44,7 +44,17 @@ def test_partition_file_restores_the_same_federation(tmp_path: Path, unassignabl
     assert np.array_equal(made.held_out.rows, again.held_out.rows)
     assert np.array_equal(made.held_out_owners, again.held_out_owners)
     assert np.array_equal(made.pooled_rows, again.pooled_rows)
+    hidden = int(((made.true_labels == -1) & (made.source.labels != -1)).sum())  # by the partition, not by annotation
+    assert again.report["withheld"] == hidden and bool(hidden) == (unassignable == "withhold")
     assert write_partition_file(again, tmp_path / "again.json") == checksum
+
+
+def test_order_of_the_keys_does_not_matter(tmp_path: Path) -> None:
+    made = federation.build(small(**SKEWED))
+    write_partition_file(made, tmp_path / "mine.json")
+    values = json.loads((tmp_path / "mine.json").read_text())
+    (tmp_path / "sorted.json").write_text(json.dumps(dict(sorted(values.items(), reverse=True)), indent=2))
+    assert of_file(tmp_path / "sorted.json").names == made.names
 
 
 def test_run_with_partition_file_gives_the_same_weights(tmp_path: Path) -> None:

@@ -269,3 +269,19 @@ def test_members_of_large_combinations_are_counted(wanted: int) -> None:
     columns[0, 1] = 0  # the second client does not have the first class
     found = sample_assignment._count_members(columns, np.arange(wanted, dtype=np.int32))
     assert found.tolist() == [wanted, wanted - 1]
+
+
+def test_the_largest_suitable_client_gives_first() -> None:
+    """Minimum 3: clients 1, 3 and 4 can give. Ties are ordered by client number, and old sizes are forgotten."""
+    sizes = np.array([3, 7, 1, 9, 9])
+    donors = sample_assignment._Donors(sizes, 3)
+    assert donors.first(lambda client: True) == 3
+    assert donors.first(lambda client: client != 3) == 4
+    assert donors.first(lambda client: client in (0, 1, 2)) == 1
+    assert donors.first(lambda client: client in (0, 2)) is None  # neither has more than the minimum
+    sizes[3] = 5
+    donors.update(3)
+    assert [donors.first(lambda client: client != 4), donors.first(lambda client: client in (0, 3))] == [1, 3]
+    sizes[3] = 3
+    donors.update(3)
+    assert donors.first(lambda client: client == 3) is None
