@@ -194,3 +194,17 @@ def test_published_hashes_are_well_formed() -> None:
 def test_impossible_setting_of_data_check_is_explained() -> None:
     said = tell("data", "check", "digits", "--set", "data.size=-1")
     assert isinstance(said.exception, ConfigError) and "data.size" in str(said.exception)
+
+
+def test_co_occurrence_of_the_largest_clients_is_beside_that_of_all(tmp_path: Path) -> None:
+    """One panel for all clients, and one for each of the largest clients: the image becomes wider."""
+    widths = []
+    for panels in (0, 2):
+        out = tmp_path / f"{panels}.png"
+        done = CliRunner().invoke(
+            app, ["data", "describe", "--data", "ml-digits", "--out", str(out), "--co-occurrence-of", str(panels)]
+        )
+        assert done.exit_code == 0, done.output
+        with Image.open(tmp_path / f"{panels}-co-occurrence.png") as image:
+            widths.append(image.width)
+    assert 2.4 * widths[0] < widths[1] < 3.2 * widths[0]

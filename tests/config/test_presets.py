@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import SHARED_DATA
 
-from fedmll.cli.options import ExperimentArguments
+from fedmll.cli.options import ExperimentArguments, as_published
 from fedmll.comparison.plan import parse_variant
 from fedmll.config.experiment import Experiment
 from fedmll.config.presets import (
@@ -152,6 +152,14 @@ def test_preset_without_data_names_the_missing_files(tmp_path: Path, variant: st
             federation.build(found)
         assert str(tmp_path) in str(error.value)
     assert len(sources) == (5 if variant else 11)
+
+
+def test_published_number_of_clients_does_not_merge_the_users_of_flair() -> None:
+    flair: dict[str, Any] = {"data": {"name": "flair:coarse"}, "method": {"name": "fedlgt"}}
+    assert "partition" not in as_published("fedlgt", flair)
+    assert as_published("fedlgt", {**flair, "data": {"name": "coco:2014"}})["partition"]["clients"] == 50
+    natural = as_published("fedlgt", {**flair, "data": {"name": "folder:x.csv"}, "partition": {"kind": "natural"}})
+    assert natural["partition"] == {"kind": "natural"}
 
 
 def test_the_first_column_group_is_the_default() -> None:

@@ -79,6 +79,9 @@ def build_federation(arguments: ExperimentArguments) -> Federation:
 def describe_data(
     arguments: ExperimentArguments,
     out: Annotated[Path, typer.Option(help="The image file to write.")] = Path("label-map.png"),
+    co_occurrence_of: Annotated[
+        int, typer.Option(min=0, max=8, help="Also draw the co-occurrence of labels at the N largest clients.")
+    ] = 0,
 ) -> None:
     """Show the data of an experiment: samples per client and class, labels per sample, frequent pairs of labels."""
     import numpy as np
@@ -102,7 +105,11 @@ def describe_data(
     if pairs:
         say("most frequent pairs: " + ", ".join(f"{one} and {other} ({count:,})" for one, other, count in pairs))
     second = out.with_name(f"{out.stem}-co-occurrence{out.suffix}")
-    label_statistics.write_co_occurrence(second, statistics, classes)
+    of_clients = {
+        f"client {found.names[client]}": label_statistics.label_statistics(found.train.labels[found.samples[client]])
+        for client in np.argsort(-found.sizes, kind="stable")[:co_occurrence_of]
+    }
+    label_statistics.write_co_occurrence(second, statistics, classes, of_clients)
     say(f"images written to {out} and {second}")
 
 

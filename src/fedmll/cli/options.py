@@ -264,6 +264,9 @@ def as_published(whose: str, values: dict[str, Any]) -> dict[str, Any]:
         return option in values.get(section, {})
 
     added = {key: value for key, value in (NOT_PUBLISHED | method.published).items() if not is_set(key)}
+    partition, data = values.get("partition", {}), str(values.get("data", {}).get("name", ""))
+    if partition.get("kind", "natural" if data.startswith("flair:") else "") == "natural":
+        added.pop("partition.clients", None)  # each group of the data is a client; a number would merge them
     clients = values.get("partition", {}).get("clients", added.get("partition.clients"))
     other_method = whose not in (OWN, values.get("method", {}).get("name"))  # its method options do not apply
     missing = {

@@ -262,6 +262,7 @@ def reproduce(
         result.values.extend(_group_values(table, group, comparison))
         result.changed_settings[group] = _changed_settings(full, experiment)
         result.comparison_notes.extend(f"{group}: {note}" if group else note for note in comparison.notes)
+        result.comparison_notes.extend(_annotation_rates(table, comparison))
         result.finished_runs.extend(cell.path for cell in comparison.finished)
         result.write(out)
     if not result.values:
@@ -290,6 +291,18 @@ def _group_values(table: PresetTable, group: str, comparison: Comparison) -> lis
         for row in (*table.rows, *table.added_rows)
         for metric in table.metrics
     ]
+
+
+def _annotation_rates(table: PresetTable, comparison: Comparison) -> list[str]:
+    """For a table of classes: by seed, how many clients annotate each class, if not all do."""
+    lines = []
+    for cell in comparison.rows[0].finished if table.metrics[0].startswith(CLASS_AP) else []:
+        summary = cell.folder.read_summary()
+        rates = summary["annotating_clients"]
+        if any(count != summary["clients"] for count in rates.values()):
+            counts = ", ".join(f"{name} {count}" for name, count in rates.items())
+            lines.append(f"seed {cell.seed}: of {summary['clients']} clients annotate: {counts}.")
+    return lines
 
 
 def _row_values(row: ComparisonRow, metric: str) -> dict[int, float]:

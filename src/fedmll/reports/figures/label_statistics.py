@@ -3,7 +3,7 @@ each class at each client. As numbers, as tables and as images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,21 +85,31 @@ def describe_labels(found: LabelStatistics) -> str:
     return text + (f"; {found.unknown:,} targets unknown" if found.unknown else "")
 
 
-def write_co_occurrence(path: Path, found: LabelStatistics, classes: Sequence[str]) -> None:
+def write_co_occurrence(
+    path: Path,
+    found: LabelStatistics,
+    classes: Sequence[str],
+    of_clients: Mapping[str, LabelStatistics] | None = None,
+) -> None:
     """Write the co-occurrence matrix as an image: darker cells mean that more samples of the row have the column's
-    class."""
-    shown = found.conditional_frequency()
-    np.fill_diagonal(shown, np.nan)
+    class. With `of_clients`, their matrices are beside it, in the same colours (FedHarmony, Figure 1)."""
+    panels = {"": found} if not of_clients else {"all clients": found, **of_clients}
+    shown = {title: statistics.conditional_frequency() for title, statistics in panels.items()}
+    for matrix in shown.values():
+        np.fill_diagonal(matrix, np.nan)
+    largest = max(float(np.nanmax(matrix, initial=0.01)) for matrix in shown.values())
     names = list(classes) if len(classes) <= MAX_NAMED_CLASSES else []
     side = 2.2 + 0.2 * min(len(classes), MAX_NAMED_CLASSES) + 0.07 * max(map(len, names), default=0)
-    figure = new_figure(side + 0.8, side)
-    axes = figure.subplots()
-    image = axes.imshow(shown, cmap="YlGnBu", vmin=0, vmax=max(0.01, float(np.nanmax(shown, initial=0.01))))
+    figure = new_figure(side * len(shown) + 0.8, side)
+    all_axes = figure.subplots(1, len(shown), squeeze=False)[0]
     places = range(len(names))
-    axes.set_xticks(places, names, rotation=90, fontsize=7)
-    axes.set_yticks(places, names, fontsize=7)
-    axes.set_title("Share of the samples with the row's class\nthat also have the column's class", fontsize=10)
-    figure.colorbar(image, shrink=0.7)
+    for axes, (title, matrix) in zip(all_axes, shown.items(), strict=True):
+        image = axes.imshow(matrix, cmap="YlGnBu", vmin=0, vmax=largest)
+        axes.set_xticks(places, names, rotation=90, fontsize=7)
+        axes.set_yticks(places, names, fontsize=7)
+        text = "Share of the samples with the row's class\nthat also have the column's class"
+        axes.set_title(f"{title}\n{text}" if title else text, fontsize=10)
+    figure.colorbar(image, ax=list(all_axes), shrink=0.7)
     write_image(path, figure)
 
 
