@@ -12,6 +12,7 @@ import pytest
 from conftest import Said
 from PIL import Image
 
+import fedmll as fedmll_package
 from fedmll import load_run
 from fedmll.runs.formatting import escape_cell, unescape_cell
 
@@ -75,6 +76,14 @@ def test_no_cell_of_a_csv_is_a_formula(fedmll: Callable[..., Said], tmp_path: Pa
     assert "'images/" not in (tmp_path / "predictions.csv").read_text()
     saved = load_run(tmp_path / "grid" / "fedavg" / "seed-0")
     assert [row["class"] for row in saved.folder.read_table("per_class.csv")] == list(saved.classes) == list(CLASSES)
+
+
+def test_only_known_modules_write_csv_files() -> None:
+    """Others use `format_csv`. A rehearsal writes input data of sites, whose class names must stay as they are."""
+    source = Path(fedmll_package.__file__).parent
+    writers = {path.name for path in source.rglob("*.py") if "csv.writer" in path.read_text()}
+    assert writers == {"formatting.py", "image_predictions.py", "rehearsal.py"}
+    assert not [path for path in source.rglob("*.py") if "DictWriter" in path.read_text()]
 
 
 def test_markup_in_class_names_is_shown_as_text(fedmll: Callable[..., Said], tmp_path: Path) -> None:

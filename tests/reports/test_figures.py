@@ -297,6 +297,13 @@ def test_coverage_by_hand(tmp_path: Path) -> None:
     assert "longest gap is 2 rounds (c)" in figure.caption
 
 
+def test_class_called_round_has_its_own_column(tmp_path: Path) -> None:
+    saved = by_hand(tmp_path, [], {1: {"coverage": [2, 1, 0]}})
+    figure = label_coverage.coverage_figure(SavedRun(tmp_path, saved.summary | {"classes": ["a", "round", "c"]}))
+    assert figure is not None and figure.rows == [{"_round": 1, "a": 2, "round": 1, "c": 0}]
+    assert label_coverage.coverage_csv(np.array([[2, 1]]), ["round", "x"]) == "_round,round,x\n1,2,1\n"
+
+
 def test_coverage_without_a_long_gap(tmp_path: Path) -> None:
     figure = label_coverage.coverage_figure(
         by_hand(tmp_path, [], {1: {"coverage": [1, 0, 2]}, 2: {"coverage": [1, 1, 2]}})

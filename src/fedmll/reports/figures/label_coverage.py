@@ -56,7 +56,14 @@ def longest_gap(column: NDArray[np.int64]) -> int:
 
 
 def coverage_csv(counts: NDArray[np.int64], classes: Sequence[str]) -> str:
-    return format_csv([["round", *classes], *([number, *row] for number, row in enumerate(counts.tolist(), 1))])
+    return format_csv(
+        [[_round_column(classes), *classes], *([number, *row] for number, row in enumerate(counts.tolist(), 1))]
+    )
+
+
+def _round_column(classes: Sequence[str]) -> str:
+    """The name of the column with the round, which no class has."""
+    return "_round" if "round" in classes else "round"
 
 
 def coverage_figure(run: SavedRun) -> ReportFigure | None:
@@ -67,7 +74,8 @@ def coverage_figure(run: SavedRun) -> ReportFigure | None:
     shown = run.most_frequent_classes(MAX_CLASSES)
     counts = np.stack([tensors["coverage"].numpy()[shown] for tensors in records.values()])
     names, rounds = [run.classes[c] for c in shown], list(records)
-    rows = [{"round": n} | dict(zip(names, row, strict=True)) for n, row in zip(rounds, counts.tolist(), strict=True)]
+    columns = [_round_column(names), *names]
+    rows = [dict(zip(columns, [n, *row], strict=True)) for n, row in zip(rounds, counts.tolist(), strict=True)]
     gaps = [longest_gap(column) for column in counts.T]
     worst = int(np.argmax(gaps))
     found = (
