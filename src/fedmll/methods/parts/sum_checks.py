@@ -100,6 +100,55 @@ def refuse_losses(sums: Tensor, tried: Tensor, samples: float) -> str | None:
     return "its losses are not those of one convex function" if bool(below.any()) else None
 
 
+def refuse_logistic_start(sums: Tensors, samples: float) -> str | None:
+    """Why the sums of the opening exchange of a logistic head cannot be those of `samples` samples, or None."""
+    gram, known, positive, folds = sums["gram"], sums["known"], sums["positive"], sums["folds"]
+    squares = gram[0].diagonal()
+    if float(squares[-1]) != samples:
+        return f"its sums are of {float(squares[-1]):g} samples, and it has {samples:g}"
+    if float(squares.max()) > samples * LARGEST_FEATURE**2:
+        return f"its features are larger than {LARGEST_FEATURE:g}"
+    if not _positive(gram):
+        return "its matrix is not a sum of squares"
+    counts = known[:, -1]
+    if not _counts(counts, samples) or not _counts(positive[:, -1], counts):
+        return "it has more positives than known targets, or more known targets than samples"
+    if not _counts(folds.sum(0)[1], positive[:, -1]) or not _counts(folds.sum(0)[0], counts - positive[:, -1]):
+        return "it holds out targets that it does not have"
+    for some in (positive, known - positive):  # Cauchy–Schwarz
+        if bool((some.square() > _up(squares * some[:, -1:])).any()):
+            return "the sum over a class's targets is larger than its features allow"
+    return None
+
+
+def refuse_logistic(sums: Tensors, rows: Tensor, samples: float) -> str | None:
+    """Why the sums of a round of a logistic head at these rows (K, C, width + 1) are implausible, or None. `samples` is
+    the largest total weight that the client's samples can have.
+
+    |p − y| and p (1 − p) are at most 1 and ¼, and at most the loss. The losses are those of a convex function: none lies
+    below a tangent.
+    """
+    loss, gradient, curvature = sums["loss"], sums["gradient"], sums["curvature"]
+    slope, bend = gradient[..., -1].abs(), curvature[..., -1]  # the bias is the last
+    if bool((slope > _up(samples)).any() or (bend > _up(samples / 4)).any()):
+        return f"its sums are too large for its {samples:g} samples"
+    if bool((slope > _up(loss)).any() or (bend > _up(loss)).any() or (bend < 0).any()):
+        return "its derivatives do not agree with its losses"
+    if float(gradient.abs().max()) > samples * LARGEST_FEATURE:
+        return f"its features are larger than {LARGEST_FEATURE:g}"
+    size = int((2 * curvature.shape[-1]) ** 0.5)
+    first, second = torch.triu_indices(size, size)
+    matrices = curvature.new_zeros(curvature[..., 0].numel(), size, size)
+    matrices[:, first, second] = matrices[:, second, first] = curvature.flatten(0, 1)
+    if not _positive(matrices):
+        return "its second derivatives are not sums of squares"
+    for one in range(len(rows)):
+        tangent = loss[one] + (gradient[one] * (rows - rows[one])).sum(-1)
+        if bool((tangent - loss > ROUNDING * (1 + loss + tangent.abs())).any()):
+            return "its losses are not those of one convex function"
+    return None
+
+
 def _up(bound: Tensor | float) -> Tensor | float:
     return bound * (1 + ROUNDING) + ROUNDING
 
