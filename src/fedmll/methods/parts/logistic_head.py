@@ -224,7 +224,7 @@ class LogisticAggregator(SumAggregator):
         records |= {"logistic": float(penalty[chosen]), "gradient": largest_gradient(state, chosen)}
         part.write_rows(merged, coordinates.rows(state["point"][chosen]))
         if self.round == CHOICE_ROUNDS and choosing:
-            state |= solver.restart(state, chosen) | {"penalty": penalty[chosen : chosen + 1]}
+            state |= solver.restart(state, chosen) | {"penalty": penalty[chosen : chosen + 1].clone()}
             del state["held_out"]
         return state | {"rows": coordinates.rows(state["trial"])}, records
 

@@ -106,7 +106,7 @@ def start(trial: Tensor, curved: int) -> Tensors:
     problems = trial.shape[:2]
     return {
         "point": trial,
-        "trial": trial,
+        "trial": trial.clone(),
         "value": trial.new_full(problems, torch.inf),
         "gradient": torch.zeros_like(trial),
         "curvature": trial.new_zeros(*problems, curved + 1, curved + 1),
@@ -119,8 +119,8 @@ def start(trial: Tensor, curved: int) -> Tensors:
 def restart(state: Tensors, candidate: int) -> Tensors:
     """The problems of one candidate, on other data: from its best point, with what is known about the curvature."""
     chosen = {name: state[name][candidate : candidate + 1] for name in SOLVER if name not in ("steps", "changes")}
-    known = {name: state[name][:, candidate : candidate + 1] for name in ("steps", "changes")}
-    return start(chosen["point"], chosen["curvature"].shape[-1] - 1) | known
+    known = {name: state[name][:, candidate : candidate + 1].clone() for name in ("steps", "changes")}
+    return start(chosen["point"].clone(), chosen["curvature"].shape[-1] - 1) | known
 
 
 def advance(
