@@ -9,7 +9,7 @@ READY := .venv/.ready
 SYSTEMS := fednca-ml,fedlgt,fedmlp,private-fedavg:loss=sigmoid,fedharmony
 
 run: $(RUN)  ## compare the five systems with their baselines on the embedded digits; one or two minutes
-	$(BIN)/fedmll compare examples/digits.toml --methods local-only,fedavg,$(SYSTEMS),fed-ridge,centralized \
+	$(BIN)/fedmll compare examples/digits.toml --methods local-only,fedavg,$(SYSTEMS),fed-ridge,fed-logistic,centralized \
 		--rounds 10 --seeds 0 --metrics macro_auc,map,macro_f1_tuned,description
 
 # Coverage costs little with sys.monitoring (Python 3.12 and newer). The older tracer nearly doubles the time of the tests, so

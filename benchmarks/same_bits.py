@@ -32,9 +32,9 @@ PER_METHOD: dict[str, dict[str, Any]] = {
     "private-fedprox": {"method.loss": "sigmoid"},
 }
 METHODS = (
-    "cbafed", "centralized", "compose", "condist", "fed-ridge", "fedavg", "fedavg-pl", "fedctran", "fedcurv",
-    "fedfixmatch", "fedharmony", "fedirm", "fedlgt", "fedlsr", "fedmlp", "fednca-ml", "fednoro", "fednova", "fedprox",
-    "fedrdn", "fedvls", "local-only", "private-fedavg", "private-fedprox", "rscfed", "scaffold", "spherefed",
+    "cbafed", "centralized", "compose", "condist", "fed-logistic", "fed-ridge", "fedavg", "fedavg-pl", "fedctran",
+    "fedcurv", "fedfixmatch", "fedharmony", "fedirm", "fedlgt", "fedlsr", "fedmlp", "fednca-ml", "fednoro", "fednova",
+    "fedprox", "fedrdn", "fedvls", "local-only", "private-fedavg", "private-fedprox", "rscfed", "scaffold", "spherefed",
     "surgical",
 )  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {

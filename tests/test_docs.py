@@ -148,7 +148,7 @@ def test_make_run_shows_every_system_that_the_readme_promises() -> None:
     names = [row.partition(":")[0] for row in rows]
     assert names == [
         "local-only", "fedavg", "fednca-ml", "fedlgt", "fedmlp", "private-fedavg", "fedharmony", "fed-ridge",
-        "centralized",
+        "fed-logistic", "centralized",
     ]  # fmt: skip
     assert all(f"`{name}`" in readme for name in names)
     base = Experiment.load(ROOT / "examples" / "digits.toml")

@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
+from fedmll import resume, run
+from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
+from fedmll.data import federation
+from fedmll.engines.client_trainer import Trainer
+from fedmll.methods.framework.allowed_replies import find_class_problem
+from fedmll.methods.framework.task import task_of
 from fedmll.methods.parts import logistic_head
 from fedmll.methods.parts.logistic_head import LogisticHead
-from fedmll.testing import make_client_info
+from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer
+from fedmll.training.round_loop import return_to_round
 
 
 def pooled(features: np.ndarray, targets: np.ndarray, strength: float, balanced: bool = False) -> np.ndarray:
@@ -50,6 +57,12 @@ class FederatedFit:
         self.classes = self.clients[0][1].shape[1]
         task = SimpleNamespace(classes=range(self.classes), rounds=99, min_group_size=1)
         self.part = LogisticHead(task, LogisticHead.Options(**options), {})  # type: ignore[arg-type]
+        self.part.weights, self.part.model = (
+            SimpleNamespace(layout={}),
+            SimpleNamespace(  # type: ignore[assignment]
+                backbone=SimpleNamespace(width=self.clients[0][0].shape[1])
+            ),
+        )
         self.part.write_rows = lambda merged, rows: merged.update(rows=rows)  # type: ignore[method-assign]
         self.state: Tensors = {}
         self.rows = torch.zeros(0)
@@ -73,7 +86,7 @@ class FederatedFit:
             assert aggregator is not None
             for index, client in enumerate(self.clients):
                 aggregator.add(make_client_info(index, self.classes), Message(self.reply(*client, round)))
-            merged: Tensors = {}
+            merged: Tensors = {"weights": torch.zeros(0)}
             self.state, self.records = aggregator.result(merged)
             self.rows = merged["rows"]
         return self.rows.numpy()
@@ -117,3 +130,187 @@ def test_the_sums_give_the_pooled_masked_regression(
     np.testing.assert_allclose(rows, expected, atol=1e-5 * max(1, np.abs(expected).max()))
     one = FederatedFit([(features, targets)], logistic=strength, logistic_balanced=balanced).run()
     np.testing.assert_allclose(rows, one, atol=1e-9 * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_the_penalty_has_the_smallest_held_out_loss(balanced: bool) -> None:
+    """Every candidate fitted by scikit-learn to four fifths of the samples; the chosen one again to all of them."""
+    features, targets = drawn(1, "entries", classes=3, samples=300)
+    fit = FederatedFit([(features[:100], targets[:100]), (features[100:], targets[100:])], logistic_balanced=balanced)
+    held_out = np.concatenate([fit.held_out(100).numpy(), fit.held_out(200).numpy()])
+    counts = np.array([(targets == 0).sum(0), (targets == 1).sum(0)])
+    weights = counts.sum(0) / 2 / counts if balanced else np.ones((2, 3))
+    scaler = StandardScaler().fit(features)
+    losses = []
+    for strength in logistic_head.GRID:
+        total = 0.0
+        for c in range(3):
+            known = targets[:, c] >= 0
+            first, second = known & ~held_out, known & held_out
+            omega = np.where(targets[:, c] == 1, weights[1, c], weights[0, c])
+            model = LogisticRegression(C=1 / (strength * omega[first].sum()), tol=1e-10, max_iter=10_000)
+            model.fit(scaler.transform(features[first]), targets[first, c], sample_weight=omega[first])
+            log_p = model.predict_log_proba(scaler.transform(features[second]))
+            total -= (omega[second] * log_p[np.arange(second.sum()), targets[second, c]]).sum()
+        losses.append(total)
+    rows = fit.run()
+    chosen = logistic_head.GRID[int(np.argmin(losses))]
+    assert fit.records["logistic"] == chosen
+    expected = pooled(features, targets, chosen, balanced)
+    np.testing.assert_allclose(rows, expected, atol=1e-5 * max(1, np.abs(expected).max()))
+
+
+def test_more_features_than_exact_directions_need_more_rounds() -> None:
+    features, targets = drawn(2, "entries", classes=2, width=60, samples=200)
+    expected = pooled(features, targets, 0.01)
+    errors = [
+        np.abs(FederatedFit([(features, targets)], logistic=0.01, logistic_rounds=rounds).run() - expected).max()
+        for rounds in (5, 10, 25)
+    ]
+    assert errors[0] > errors[1] > errors[2] < 1e-5
+
+
+def test_nothing_held_out_means_the_usual_penalty() -> None:
+    features, targets = drawn(3, "all", classes=2)
+    fit = FederatedFit([(features, targets)])
+    fit.held_out = lambda samples: torch.zeros(samples, dtype=torch.bool)  # type: ignore[method-assign]
+    rows = fit.run()
+    assert fit.records["logistic"] == logistic_head.USUAL
+    np.testing.assert_allclose(rows, pooled(features, targets, logistic_head.USUAL), atol=1e-5)
+
+
+@pytest.mark.parametrize("missing", [3, logistic_head.CHOICE_ROUNDS, 9])
+def test_a_round_without_all_clients_is_repeated(missing: int) -> None:
+    features, targets = drawn(4, "all", classes=3)
+    clients = [(features[:50], targets[:50]), (features[50:], targets[50:])]
+    fit, full = FederatedFit(clients, logistic_rounds=20), FederatedFit(clients, logistic_rounds=20)
+    for round in range(27):
+        aggregator = fit.part.aggregator(fit.state, round, {})
+        assert aggregator is not None
+        for index, client in enumerate(fit.clients[: 1 if round == missing else 2]):
+            aggregator.add(make_client_info(index, 3), Message(fit.reply(*client, round)))
+        merged: Tensors = {"weights": torch.zeros(0)}
+        before = fit.state.get("point")
+        fit.state, fit.records = aggregator.result(merged)
+        if round == missing == 3:
+            assert before is not None and torch.equal(fit.state["point"], before)
+    np.testing.assert_allclose(merged["rows"].numpy(), full.run(), atol=1e-8)
+    assert fit.records["logistic"] == full.records["logistic"]
+
+
+# ---- runs
+
+FROZEN: dict[str, Any] = {
+    "method__name": "fed-logistic",
+    "model__freeze": "backbone",
+    "model__weights": "random",
+    "model__channels": (6, 10),
+}
+PARTITIONS = [
+    {"partition__kind": "iid", "partition__clients": 1},
+    {"partition__kind": "iid", "partition__clients": 12, "data__limit": 240},
+    {"partition__kind": "dirichlet", "partition__beta": 0.1, "partition__clients": 5},
+]
+
+
+def test_the_result_is_the_same_for_every_partition_and_worker() -> None:
+    """Also λ, because the same samples are held out."""
+    results = [
+        run(experiment(**FROZEN, **{"data__limit": 240} | change, partition__holdout=0.0, engine__workers=workers))
+        for change, workers in zip(PARTITIONS, (0, 2, 1), strict=True)
+    ]
+    for other in results[1:]:
+        for name in results[0].weights:
+            torch.testing.assert_close(other.weights[name], results[0].weights[name], atol=1e-4, rtol=1e-4)
+        assert other.rows[-1]["logistic"] == results[0].rows[-1]["logistic"]
+    assert results[0].metrics["macro_auc"] > 60
+    assert results[0].rows[-1]["gradient"] < 1e-6
+
+
+@pytest.mark.parametrize("standardise", [True, False])
+def test_a_run_equals_scikit_learn_on_all_features(tmp_path: Path, standardise: bool) -> None:
+    made = experiment(
+        **FROZEN,
+        model__standardise=standardise,
+        method__logistic=0.01,
+        annotation__kind="missing",
+        annotation__missing=4,
+    )
+    data = federation.build(made)
+    result = run(made, tmp_path / "run", prepared=data)
+    trainer = Trainer(task_of(data))
+    rows = np.concatenate(data.samples)
+    trainer.load(result.weights)
+    trainer.model.eval()
+    with torch.no_grad():
+        features = trainer.model.features(trainer.task.model_inputs(data.train, rows)).double().numpy()
+    expected = pooled(features, data.train.labels[rows], 0.01)
+    found = np.column_stack([result.weights["head.weight"].numpy(), result.weights["head.bias"].numpy()])
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+    return_to_round(tmp_path / "run", 10)
+    again = resume(tmp_path / "run")
+    assert torch.equal(again.weights["head.weight"], result.weights["head.weight"])
+    with pytest.raises(ConfigError, match="always has 10 rounds"):
+        resume(tmp_path / "run", rounds=30)
+
+
+def test_implausible_replies_are_rejected() -> None:
+    trainer = make_trainer(experiment(**FROZEN))
+    method, info = trainer.method, make_client_info(0, 3)
+    rng = np.random.default_rng(0)
+    labels = rng.integers(-1, 2, (40, 3))
+    state = method.initial_state()
+    wrong: dict[int, list[tuple[str, Any, str]]] = {
+        0: [
+            ("gram", lambda t: t * 2, "its sums are of 80 samples"),
+            ("gram", lambda t: t - 2 * torch.diag_embed(t.diagonal(dim1=1, dim2=2)) * (1 - ONE), "not symmetric"),
+            ("known", lambda t: t * 10, "more known targets than samples"),
+            ("positive", lambda t: t * 10, "more positives"),
+            ("positive", lambda t: t + 1e3 * (1 - ONE), "larger than its features allow"),
+            ("folds", lambda t: t + 9, "holds out targets"),
+        ],
+        1: [
+            ("loss", lambda t: t - 1e3, "outside"),
+            ("loss", lambda t: 0 * t, "do not agree with its losses"),
+            ("gradient", lambda t: t + 1e3 * ONE, "too large for its 40 samples"),
+            ("gradient", lambda t: t + 1e7 * (1 - ONE), "its features are larger"),
+            ("curvature", lambda t: -t, "do not agree with its losses"),
+            ("curvature", lambda t: t * (t == t[..., -1:]) - (t != t[..., -1:]).double(), "not sums of squares"),
+            ("loss", lambda t: t + torch.arange(len(t))[:, None] * 1e3, "one convex function"),
+            ("held_out", lambda t: t - 1e3, "outside"),
+        ],
+    }
+    for round, changes in wrong.items():
+        sent = method.send(state, info, round)
+        good = trainer.train(make_client(trainer, labels, round=round), sent, {})
+        assert method.find_problem(sent, good, round) is None
+        for name, change, reason in changes:
+            reply = Message(good.tensors | {f"logistic/{name}": change(good[f"logistic/{name}"])}, good.numbers)
+            assert reason in str(method.find_problem(sent, reply, round)), (name, reason)
+        expected = method.reply_spec(sent, round)
+        assert find_class_problem(expected, good, torch.tensor([True, True, True])) is None
+        assert find_class_problem(expected, good, torch.tensor([False, True, True])) is not None
+        state, _ = aggregate(method, state, [(info, good)], round)
+
+
+ONE = torch.tensor([0.0] * 10 + [1.0], dtype=torch.float64)  # of the bias
+
+
+def test_a_client_refuses_to_sum_more_rows_than_a_fit_needs() -> None:
+    sent = {"rows": torch.zeros(7, 2, 4), "basis": torch.zeros(4, 3)}
+    with pytest.raises(ConfigError, match="7 rows per class"):
+        logistic_head.check_request(sent, 6)
+
+
+def test_small_groups_are_not_held_out() -> None:
+    """A class with two held-out positives takes no part in the choice; the sums over all samples include it."""
+    targets = torch.zeros(100, 2, dtype=torch.int8)
+    targets[:50, 0] = 1
+    targets[40:60, 1] = 1  # of which 58 and 59 are held out
+    held_out = torch.zeros(100, dtype=torch.bool)
+    held_out[10:30], held_out[58:80] = True, True
+    first, second = logistic_head.split_folds(targets, held_out, 5)
+    assert (first[:, 1] == -1).all() and (second[:, 1] == -1).all()
+    assert (first[~held_out, 0] >= 0).all() and (second[held_out, 0] >= 0).all()
+    first, second = logistic_head.split_folds(targets, held_out, 1)
+    assert (first[~held_out] >= 0).all() and (second[held_out] >= 0).all() and (first[held_out] == -1).all()

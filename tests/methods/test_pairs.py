@@ -47,6 +47,7 @@ PAIRS: dict[str, Row] = {
     "compose": Row(),
     "condist": Row(loss=taught_by("distillation")),
     "fed-ridge": Row(etf=f"'ridge' {ROWS}", loss="training.loss = 'em' would change nothing: fed-ridge"),
+    "fed-logistic": Row(etf=f"'logistic' {ROWS}", loss="training.loss = 'em' would change nothing: fed-logistic"),
     "fedavg": Row(),
     "fedavg-pl": Row(),
     "fedctran": Row(etf=STATES),
@@ -116,7 +117,7 @@ def fused(name: str) -> dict[str, Any]:
 def trained(experiment: Experiment, federation: Federation) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The common model's weights, and each round's loss: where every client is alone, that alone shows its training."""
     result = run(experiment, prepared=federation)
-    losses = [row["loss"] for row in result.rows if row["round"]]
+    losses = [row["loss"] for row in result.rows if "loss" in row]
     assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in result.weights.values())
     assert all(map(math.isfinite, losses))
     return result.weights, losses

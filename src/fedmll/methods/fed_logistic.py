@@ -1,9 +1,9 @@
 """fed-logistic: the exact logistic regression head on frozen features. The result does not depend on how the data is
 divided among the clients (parts/logistic_head.py).
 
-There are no rounds of training. In each round clients send sums, from which the server takes one more step of L-BFGS for
-all classes (parts/logistic_solver.py). `fed-ridge` needs one exchange; this head minimises the log-loss instead of the
-squared error, and its outputs are probabilities.
+There are no rounds of training. In each round clients send sums, from which the server takes one more step of L-BFGS
+for all classes (parts/logistic_solver.py). `fed-ridge` needs one exchange; this head minimises the log-loss instead of
+the squared error, and its outputs are probabilities.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from fedmll.methods.framework.task import Task
 from fedmll.methods.heads import LinearHead
 from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.parts.averaging import AVERAGES
-from fedmll.methods.parts.ridge_head import RidgeHead
+from fedmll.methods.parts.ridge_head import HeadFromSums, RidgeHead
 from fedmll.methods.parts.server_optimizer import ServerOptimizer
 from fedmll.methods.parts.standardisation import LocalStandardisation, Standardisation
 from fedmll.models.backbones import build_backbone
@@ -79,7 +79,7 @@ class Method(MethodEntry):
     @classmethod
     def entries(cls) -> tuple[type[Part] | PartChoice, ...]:
         """The list of parts, with the choices that every method with rounds has; the average is the last."""
-        if RidgeHead in cls.parts:
+        if any(isinstance(part, type) and issubclass(part, HeadFromSums) for part in cls.parts):
             return (*cls.parts, cls.average)
         local = isinstance(cls.average, type) and "local-models" in cls.average.provides
         return (START, *(() if local else (SERVER_OPTIMIZER,)), *cls.parts, cls.average)

@@ -1,8 +1,8 @@
 """The exact linear head by logistic regression from sums. The result is the fit to all data in one place, and does not
 depend on how the data is divided among the clients.
 
-Opening exchange: each client sends Σ [f, 1] [f, 1]ᵀ over all its samples, and for each class Σ [f, 1] over its known and
-over its positive targets y. From these follow the coordinates in which the problem is well conditioned
+Opening exchange: each client sends Σ [f, 1] [f, 1]ᵀ over all its samples, and for each class Σ [f, 1] over its known
+and over its positive targets y. From these follow the coordinates in which the problem is well conditioned
 (parts/logistic_solver.py), the weights ω of positives and negatives and a first trial. Then, in every round, the server
 sends rows [w, b] for each class, and clients send sums over the known targets, with p = σ(w f + b):
 
@@ -14,8 +14,8 @@ is summed. Then the chosen candidate is fitted to all samples. Which samples are
 bytes of a sample, so the choice does not depend on the partition either. The bias is not penalised.
 
 Unknown targets are not used. A class that has no positive or no negative target gets w = 0 and the bias of its
-smoothed rate, log((n⁺ + ½) / (n⁻ + ½)), because its best bias is infinite. Small groups (core/small_groups.py): a client
-sends nothing for a class whose sums would be over a small group. This holds for the held-out and the other samples, too.
+smoothed rate, log((n⁺ + ½) / (n⁻ + ½)), because its best bias is infinite. Small groups (core/small_groups.py): a
+client sends nothing for a class whose sums would be over a small group, also among the held-out or the other samples.
 
 Balanced, a known target of class c has the weight ω = n_c / 2n_c⁺ if it is positive and n_c / 2n_c⁻ otherwise, with the
 counts of all clients. Otherwise ω = 1.
@@ -36,7 +36,6 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedmll.config.experiment import Experiment
 from fedmll.core import small_groups
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
@@ -47,7 +46,9 @@ from fedmll.methods.parts import logistic_solver as solver
 from fedmll.methods.parts.classifier_rows import HeadRows
 from fedmll.methods.parts.logistic_solver import Coordinates
 from fedmll.methods.parts.ridge_head import LARGEST_SUM, HeadFromSums, _symmetric
+from fedmll.methods.parts.standardisation import MEAN, SCALE
 from fedmll.methods.parts.sum_checks import refuse_logistic, refuse_logistic_start
+from fedmll.models.flat_weights import FlatWeights
 
 GRID = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # values of λ
 USUAL = 0.1  # λ if there are no held-out samples
@@ -68,7 +69,8 @@ class LogisticHead(HeadFromSums):
 
     class Options(PartOptions):
         logistic: Annotated[float, Field(gt=0)] | Literal["held-out"] = option(
-            "held-out", "λ: penalty of the logistic regression, relative to n; held-out: by the loss of held-out samples"
+            "held-out",
+            "λ: penalty of the logistic regression, relative to n; held-out: by the loss of held-out samples",
         )
         logistic_balanced: bool = option(False, "give positives and negatives of a class the same total weight")
         logistic_rounds: int = option(10, "number of rounds of the fit to all samples", ge=1, le=1000)
@@ -130,9 +132,7 @@ class LogisticHead(HeadFromSums):
                 "gram": TensorSpec((1, size, size), double, rule=_symmetric, broken="is not symmetric"),
                 "known": TensorSpec((classes, size), double, -LARGEST_SUM, LARGEST_SUM, by_class=0),
                 "positive": TensorSpec((classes, size), double, -LARGEST_SUM, LARGEST_SUM, by_class=0),
-                "folds": TensorSpec(
-                    (2, 2, classes), double, low=0, by_class=2, check_together=refuse_logistic_start
-                ),
+                "folds": TensorSpec((2, 2, classes), double, low=0, by_class=2, check_together=refuse_logistic_start),
             }
         rows, largest = sent["rows"], float(sent["weights"].max())
         packed = solver.packed_size(sent["basis"].shape[1] + 1)
@@ -163,17 +163,21 @@ class LogisticStartAggregator(Aggregator):
     """After the opening exchange: the coordinates, the weights of the entries and the first trial."""
 
     def __init__(self, part: LogisticHead) -> None:
-        self.part, self.sums = part, Tensors()
+        self.part, self.sums, self.replies = part, Tensors(), 0
 
     def add(self, client: ClientInfo, reply: Message) -> None:
+        self.replies += 1
         for name in OPENING:
             self.sums[name] = reply[name] + self.sums[name] if name in self.sums else reply[name].clone()
 
     @single_thread()
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
         part = self.part
+        map = standardising_map(part.weights, merged["weights"], part.plain)
         gram, known, positive = self.sums["gram"][0], self.sums["known"], self.sums["positive"]
-        coordinates = Coordinates.of_sums(gram)
+        if map is not None:
+            gram, known, positive = map @ gram @ map.T, known @ map.T, positive @ map.T
+        coordinates = Coordinates.of_sums(gram, standardised=map is not None)
         counts = torch.stack([known[:, -1] - positive[:, -1], positive[:, -1]])  # (2, C): negatives and positives
         weights = entry_weights(counts) if part.balanced else torch.ones_like(counts)
         total = torch.stack([(weights * fold).sum(0) for fold in (counts, *self.sums["folds"])])  # (3, C)
@@ -189,50 +193,57 @@ class LogisticStartAggregator(Aggregator):
         trial = solver.first_trial(coordinates, torch.where(both[0][:, None], slope, 0), bias, rate, penalty)
         state = coordinates.state | solver.start(trial, coordinates.curved)
         state |= {"penalty": penalty, "total": total, "both": both, "weights": weights}
+        state["clients"] = torch.tensor(self.replies)
         state |= {"rows": coordinates.rows(trial), "basis": coordinates.basis}
         part.write_rows(merged, state["rows"][int((penalty - USUAL).abs().argmin())])
         return state, {}
 
 
 class LogisticAggregator(SumAggregator):
-    """After a round: one more evaluation of every problem, and in the last round of the choice, λ."""
+    """After a round: one more evaluation of every problem, and in the last round of the choice, λ.
+
+    If a client is missing, the sums belong to another problem. They are not used, and the next round asks for the same.
+    """
 
     def __init__(self, part: LogisticHead, state: Tensors, round: int) -> None:
         super().__init__(part, state, round)
         self.head, self.choosing = part, part.chooses(round)
         names = (*ROUND_SUMS, "held_out") if self.choosing else ROUND_SUMS
         self.totals = {name: torch.zeros((), dtype=torch.float64) for name in names}
+        self.replies = 0
 
     def add(self, client: ClientInfo, reply: Message) -> None:
+        self.replies += 1
         for name in self.totals:
             self.totals[name] = self.totals[name] + reply[name]
 
     @single_thread()
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
-        part, choosing = self.head, self.choosing
-        coordinates = Coordinates.of_state(self.state)
-        fitted, total = self.state["both"][int(choosing)], self.state["total"][int(choosing)]
-        free = fitted[:, None].expand_as(self.state["trial"])
-        penalty = self.state["penalty"]
-        state = self.state | solver.advance(self.state, self.totals, coordinates, penalty, total, free)
+        state, penalty = dict(self.state), self.state["penalty"]
+        coordinates = Coordinates.of_state(state)
+        fitted, total = state["both"][int(self.choosing)], state["total"][int(self.choosing)]
+        if self.replies == int(state["clients"]):
+            free = fitted[:, None].expand_as(state["trial"])
+            state |= solver.advance(state, self.totals, coordinates, penalty, total, free)
+            if self.choosing:
+                loss = self.totals["held_out"]
+                state["held_out"] = torch.where(state["failures"] == 0, loss, state.get("held_out", loss))
         chosen, records = 0, Records()
-        if choosing:
-            loss = self.totals["held_out"]
-            state["held_out"] = torch.where(state["failures"] == 0, loss, state.get("held_out", loss))
-            chosen, held_out = choose(state["held_out"], state["total"][2], fitted, penalty)
+        if self.choosing:
+            chosen, held_out = choose(state.get("held_out"), state["total"][2], fitted, penalty)
             records = {} if held_out is None else {"held_out_loss": held_out}
         records |= {"logistic": float(penalty[chosen]), "gradient": largest_gradient(state, chosen)}
-        part.write_rows(merged, coordinates.rows(state["point"][chosen]))
-        if self.round == CHOICE_ROUNDS and choosing:
+        self.head.write_rows(merged, coordinates.rows(state["point"][chosen]))
+        if self.choosing and self.round == CHOICE_ROUNDS:
             state |= solver.restart(state, chosen) | {"penalty": penalty[chosen : chosen + 1].clone()}
-            del state["held_out"]
+            state.pop("held_out", None)
         return state | {"rows": coordinates.rows(state["trial"])}, records
 
 
-def choose(losses: Tensor, total: Tensor, fitted: Tensor, penalty: Tensor) -> tuple[int, float | None]:
+def choose(losses: Tensor | None, total: Tensor, fitted: Tensor, penalty: Tensor) -> tuple[int, float | None]:
     """The candidate with the smallest loss (K, C) of held-out samples, and its mean; USUAL if nothing was held out."""
     usable = fitted & (total > 0)
-    if not bool(usable.any()):
+    if losses is None or not bool(usable.any()):
         return int((penalty - USUAL).abs().argmin()), None
     sums = losses[:, usable].sum(1)
     return int(sums.argmin()), float(sums.min() / total[usable].sum())
@@ -241,6 +252,19 @@ def choose(losses: Tensor, total: Tensor, fitted: Tensor, penalty: Tensor) -> tu
 def largest_gradient(state: Tensors, candidate: int) -> float:
     """The largest norm of a gradient at the best points: 0 means that every class is solved."""
     return float(state["gradient"][candidate].norm(dim=-1).max())
+
+
+def standardising_map(layout: FlatWeights, weights: Tensor, width: int) -> Tensor | None:
+    """The matrix M with [f̂, 1] = M [f, 1] for the standardised features f̂ of the model; None if it has none.
+
+    Clients summed the features as they are, because mean and scale follow from the same exchange.
+    """
+    if MEAN not in layout.layout:
+        return None
+    mean, scale = (weights[layout.layout[name].where].double() for name in (MEAN, SCALE))
+    map = torch.diag(torch.cat([scale, scale.new_ones(1)]))
+    map[:width, -1] = -mean * scale
+    return map
 
 
 def entry_weights(counts: Tensor) -> Tensor:
@@ -263,15 +287,13 @@ def choose_held_out(client: Client) -> Tensor:
 def split_folds(targets: Tensor, held_out: Tensor, min_size: int) -> tuple[Tensor, Tensor]:
     """The targets of the samples that are not held out, and of those that are; −1 elsewhere.
 
-    A class is in both or in none. It is in none if a sum over it, or a difference of two sums, would be over a small
-    group.
+    A class with a small group in one of them is in neither: the sums of a class over both of them leave, too. Sums of
+    different classes are of different functions of the features, so their groups are not compared.
     """
-    first = torch.where(held_out[:, None], -1, targets)
-    second = torch.where(held_out[:, None], targets, -1)
-    count = targets.shape[1]
-    released = small_groups.releasable_classes(torch.cat([targets, first, second], 1), min_size)
-    both = released[count : 2 * count] & released[2 * count :]
-    return torch.where(both, first, -1), torch.where(both, second, -1)
+    folds = torch.where(held_out[:, None], -1, targets), torch.where(held_out[:, None], targets, -1)
+    small = [small_groups.find_small_classes(fold.cpu().numpy(), min_size) for fold in folds]
+    released = torch.from_numpy(~(small[0] | small[1])).to(targets.device)
+    return torch.where(released, folds[0], -1), torch.where(released, folds[1], -1)
 
 
 def opening_sums(features: Tensor, targets: Tensor, folds: tuple[Tensor, Tensor] | None) -> Tensors:

@@ -6,8 +6,8 @@ Every class and every candidate of the penalty λ is a problem of its own:
 
 The problems are solved in coordinates in which they are well conditioned: features are standardised and turned into the
 eigenvectors of their correlation matrix, with eigenvalues e. One evaluation of all problems is one exchange with the
-clients, so that an evaluation is used as well as possible. The inverse Hessian with which L-BFGS starts is exact for the
-bias and for the CURVED directions with the largest e, from sums of the same exchange. In the other directions it is
+clients, so that an evaluation is used as well as possible. The inverse Hessian with which L-BFGS starts is exact for
+the bias and for the CURVED directions with the largest e, from sums of the same exchange. In the other directions it is
 1 / (a e + λ), where a is the mean ratio of the curvature to e in the exact directions. If the value of a problem did
 not decrease, the next trial is a shorter step from the best point so far. What was learned about the curvature is kept.
 
@@ -41,12 +41,14 @@ class Coordinates:
     vectors: Tensor  # (D, D): eigenvectors of the correlation matrix of x as columns
 
     @classmethod
-    def of_sums(cls, gram: Tensor, more: int = 0) -> Coordinates:
-        """From Σ [x, 1] [x, 1]ᵀ over all samples. `more` features have mean 0 and variance 1."""
+    def of_sums(cls, gram: Tensor, more: int = 0, standardised: bool = False) -> Coordinates:
+        """From Σ [x, 1] [x, 1]ᵀ over all samples. `more` features have mean 0 and variance 1. With `standardised`, x
+        has the scale in which weights are penalised."""
         count = gram[-1, -1].clamp(min=1)
         mean = gram[-1, :-1] / count
         covariance = gram[:-1, :-1] / count - torch.outer(mean, mean)
         deviation = covariance.diagonal().clamp(min=0).sqrt().clamp(min=SMALLEST)
+        deviation = torch.ones_like(deviation) if standardised else deviation
         values, vectors = torch.linalg.eigh(covariance / deviation / deviation[:, None])
         zeros = mean.new_zeros(more)
         return cls(
@@ -181,7 +183,7 @@ def _direction(state: Tensors, coordinates: Coordinates, penalty: Tensor) -> Ten
 
 
 def _initial_inverse(q: Tensor, curvature: Tensor, coordinates: Coordinates, penalty: Tensor) -> Tensor:
-    """The inverse Hessian that L-BFGS corrects: exact in the last directions and for the bias, diagonal in the others."""
+    """The inverse Hessian that L-BFGS corrects: exact in the last directions and for the bias, otherwise diagonal."""
     size = coordinates.curved
     width = q.shape[-1] - 1 - size
     diagonal = curvature.diagonal(dim1=-2, dim2=-1)

@@ -125,8 +125,8 @@ def refuse_logistic(sums: Tensors, rows: Tensor, samples: float) -> str | None:
     """Why the sums of a round of a logistic head at these rows (K, C, width + 1) are implausible, or None. `samples` is
     the largest total weight that the client's samples can have.
 
-    |p − y| and p (1 − p) are at most 1 and ¼, and at most the loss. The losses are those of a convex function: none lies
-    below a tangent.
+    |p − y| and p (1 − p) are at most 1 and ¼, and at most the loss. The losses are those of a convex function: none
+    lies below a tangent.
     """
     loss, gradient, curvature = sums["loss"], sums["gradient"], sums["curvature"]
     slope, bend = gradient[..., -1].abs(), curvature[..., -1]  # the bias is the last
