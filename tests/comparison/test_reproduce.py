@@ -121,14 +121,14 @@ def test_report_of_a_table_with_column_groups(tmp_path: Path) -> None:
 
 def test_class_metrics_and_annotation_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FedMLP, supplementary Figure 1: AP of each class beside the number of clients that annotate it."""
-    table = replace(read_table("fedmlp/figure-S1", small=True), metrics=("ap/3", "ap/7", "ap/none"))
+    table = replace(read_table("fedmlp/figure-S1", small=True), metrics=("ap/three", "ap/seven", "ap/none"))
     monkeypatch.setattr("fedmll.comparison.reproduce.read_table", lambda name, small: table)
     tiny = TINY | {"data.top_classes": 10, "training.rounds": 2}
     found = reproduce("fedmlp/figure-S1", tmp_path, small=True, seeds=(0,), overrides=tiny)
     (summary,) = (json.loads(file.read_text()) for file in tmp_path.rglob("summary.json"))
     with next(tmp_path.rglob("per_class.csv")).open(newline="") as stream:
         ap = {line["class"]: float(line["ap"]) for line in csv.DictReader(stream)}
-    assert [value.ours for value in found.values] == [{0: ap["3"]}, {0: ap["7"]}, {}]
+    assert [value.ours for value in found.values] == [{0: ap["three"]}, {0: ap["seven"]}, {}]
     rates = ", ".join(f"{name} {count}" for name, count in summary["annotating_clients"].items())
     assert f"seed 0: of 4 clients annotate: {rates}." in found.notes
 

@@ -129,7 +129,7 @@ class Reproduction:
     @property
     def notes(self) -> list[str]:
         """What a reader of the tables must know, one line each."""
-        lines = [f"{len(self.seeds)} seeds: {', '.join(map(str, self.seeds))}."]
+        lines = [f"seeds: {', '.join(map(str, self.seeds))}."]
         lines += [f"not run: {group or self.table.name}: {reason}" for group, reason in self.skipped.items()]
         lines += [f"row {row} cannot be run: {reason}." for row, reason in self.table.unavailable.items()]
         lines += [f"row {row} is not in the paper." for row in self.table.added_rows]
