@@ -9,8 +9,8 @@ image), divided by a Dirichlet distribution (β = 0.5). Faulty sites know the re
 the macro AUC in % after ten rounds (fed-ridge: after its only exchange), as the mean over the seeds. A run that is in
 the CSV file is not repeated.
 
-The column "no defences" is the plain mean without any check. --cost measures seconds per round with all defences
-(checks, comparison, centered clipping) and without, in turns, on a network whose round takes some seconds.
+The column "no defences" is the plain mean without any check. --cost measures the processor time of a round, of the
+server and its five sites together, with all defences (checks, comparison, centered clipping) and without.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import csv
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -290,17 +291,17 @@ class SitesInProcess:
 
 
 class Recorder(Callback):
-    """What the server says, and the seconds of its rounds."""
+    """What the server says, and the processor time at the end of each round."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.seconds: list[float] = []
+        self.ends: list[float] = []
 
     def on_warning(self, text: str) -> None:
         self.said.append(text)
 
     def on_round_end(self, row: dict[str, Any]) -> None:
-        self.seconds.append(row["seconds"])
+        self.ends.append(time.process_time())
 
     def noticed(self, names: list[str]) -> str:
         """What the server did about some sites."""
@@ -433,23 +434,23 @@ def print_table(rows: list[dict[str, str]], sites: int) -> None:
 
 
 def measure_cost(rounds: int) -> None:
-    """Seconds per round with all defences and without, in turns, so that both see the same load of the machine."""
+    """Processor time per round with all defences and without, in turns."""
     seconds: dict[str, list[float]] = {"centered-clipping": [], NO_DEFENCES: []}
     attack = ATTACKS[0]
     for _ in range(3):
         for average, found in seconds.items():
-            values = {"model.channels": [64, 128, 256, 256], "training.local_epochs": 1, "training.rounds": rounds}
+            values = {"model.channels": [64, 128, 256, 256], "training.local_epochs": 2, "training.rounds": rounds}
             experiment = make_experiment(attack, average, 0).changed(values)
             grid, recorder = SitesInProcess(divide(experiment, 5, False), attack), Recorder()
             with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
                 if average == NO_DEFENCES:
                     stack.enter_context(without_defences())
                 run_server(experiment, grid, Path(folder) / "run", recorder)
-            found += recorder.seconds[1:]
+            found += [after - before for before, after in itertools.pairwise(recorder.ends)]
     with_all, without = (median(found) for found in seconds.values())
     weights = grid.trainer.weights
     print(f"five sites, {len(weights.vector):,} weights, {os.cpu_count()} cores, median of {len(found)} rounds")
-    print("\n| | s per round |\n|---|---:|")
+    print("\n| | processor seconds per round |\n|---|---:|")
     print(f"| all defences, centered clipping | {with_all:.3f} |\n| no defences, mean | {without:.3f} |")
     print(f"| ratio | {with_all / without:.3f} |")
 
@@ -461,7 +462,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=Path("attacks.csv"))
     parser.add_argument("--attacks", default="", help="only attacks whose name contains this text")
     parser.add_argument("--averages", default=",".join(AVERAGES), help="comma-separated")
-    parser.add_argument("--cost", action="store_true", help="measure seconds per round instead")
+    parser.add_argument("--cost", action="store_true", help="measure the time of a round instead")
     parser.add_argument("--rounds", type=int, default=4, help="of a run of --cost")
     options = parser.parse_args()
     if options.cost:

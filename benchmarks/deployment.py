@@ -261,6 +261,7 @@ def main() -> None:
     values: dict[str, Any] = {
         "data": {"limit": 600},
         "partition": {"holdout": 0.0},
+        "method": {"name": "fedavg", "average": "mean"},  # Flower's FedAvg averages so
         "training": {"rounds": options.rounds},
     }
     values["training"] |= {"optimizer": "sgd", "lr": 0.01}

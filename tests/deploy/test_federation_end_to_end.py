@@ -46,11 +46,12 @@ def same_weights(consortium: Consortium, out: Path, **changes: Any) -> bool:  # 
     "changes",
     [
         {"method__name": "fedavg"},
+        {"method__name": "fedavg", "method__average": "centered-clipping"},
         {"method__name": "fedmlp", "method__t1": 1, "method__T0": 0.2, "method__T1": 0.3, "training__rounds": 3},
         {"method__name": "private-fedavg", "method__loss": "sigmoid"},
         FUSION,
     ],
-    ids=lambda changes: changes.get("method__name", "fusion"),
+    ids=lambda changes: changes.get("method__average", changes.get("method__name", "fusion")),
 )
 def test_three_sites_reach_the_weights_of_the_local_engine(world: World, changes: dict[str, Any]) -> None:  # noqa: F811
     server = world.serve(**changes)

@@ -86,7 +86,7 @@ def centered(updates: np.ndarray, shares: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("count", [1, 2, 4, 5])
 def test_centered_clipping_is_the_papers_algorithm(weights: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters and running statistics are clipped separately, also where a block contains both."""
-    monkeypatch.setattr(averaging, "BLOCK", 700)
+    monkeypatch.setattr(averaging, "PRODUCT_BLOCK", 700)
     here = trainer(method__average="centered-clipping", method__weighting=weights)
     state = here.method.initial_state()
     start, end = state["weights"].numpy().astype(np.float64), here.weights.parameter_end

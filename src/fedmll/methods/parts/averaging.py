@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -40,7 +40,8 @@ from fedmll.methods.framework.client_round import ClientInfo, ClientRound
 from fedmll.methods.framework.recipe import PartChoice
 
 MOST_STEPS = 1e12  # the largest value of an integer buffer, such as BatchNorm's count of batches
-BLOCK = 1 << 22  # how many numbers are sorted or multiplied at once
+BLOCK = 1 << 22  # how many numbers are sorted at once
+PRODUCT_BLOCK = 1 << 18  # how many numbers are multiplied at once: they stay in the cache
 CLIPPING_STEPS = 5  # of centered clipping
 
 
@@ -222,25 +223,27 @@ class CenteredClippingAggregator(Aggregator):
         shares = torch.tensor(self.weights, dtype=torch.float64)
         shares /= shares.sum()
         (parameters, radius, clipped), (buffers, _, _) = (clipped_center(each, shares) for each in self._products())
-        end, moved = self.part.weights.parameter_end, torch.zeros_like(self.start, dtype=torch.float64)
-        for position, (_, reply) in enumerate(self.buffer):
-            update = reply["weights"].double() - self.start
-            moved[:end].add_(update[:end], alpha=float(parameters[position]))
-            moved[end:].add_(update[end:], alpha=float(buffers[position]))
-        new = (self.start + moved).float()
-        return {"weights": new} | self.buffer.integers, {"update_radius": radius, "clipped": clipped}
+        end, new = self.part.weights.parameter_end, self.start.double()
+        for first, updates in self._updates():
+            cut = min(max(end - first, 0), updates.shape[1])
+            new[first : first + cut] += parameters @ updates[:, :cut]
+            new[first + cut : first + updates.shape[1]] += buffers @ updates[:, cut:]
+        return {"weights": new.float()} | self.buffer.integers, {"update_radius": radius, "clipped": clipped}
+
+    def _updates(self) -> Iterator[tuple[int, Tensor]]:
+        """Some columns of all updates (K, columns) at a time, with the position of the first one."""
+        first = 0
+        for block in self.buffer.columns(PRODUCT_BLOCK):
+            yield first, block.double() - self.start[first : first + block.shape[1]]
+            first += block.shape[1]
 
     def _products(self) -> tuple[Tensor, Tensor]:
         """The scalar products (K, K) of the updates: of the parameters, and of the running statistics."""
         found = torch.zeros(2, len(self.buffer), len(self.buffer), dtype=torch.float64)
-        first, end = 0, self.part.weights.parameter_end
-        for block in self.buffer.columns(BLOCK):
-            last = first + block.shape[1]
-            updates = block.double() - self.start[first:last]
-            cut = min(max(end - first, 0), block.shape[1])
+        for first, updates in self._updates():
+            cut = min(max(self.part.weights.parameter_end - first, 0), updates.shape[1])
             for products, columns in zip(found, (updates[:, :cut], updates[:, cut:]), strict=True):
                 products.add_(columns @ columns.T)
-            first = last
         return found[0], found[1]
 
 
