@@ -229,9 +229,13 @@ class PartitionSettings(SettingsSection):
         default=None, description="The number of clients. Default: 10; for `natural`, one client per group."
     )
     beta: Annotated[float, Field(gt=0)] = Field(
-        default=0.5, description="Concentration β of the Dirichlet distribution: small is skewed, large is even."
+        default=0.5,
+        description="Concentration β of the Dirichlet distribution: small values give skewed clients, "
+        "large values similar ones.",
     )
-    presence: Share = Field(default=1.0, description="Presence ratio γ: a client has at most γC of the C classes.")
+    presence: Share = Field(
+        default=1.0, description="Presence ratio γ: a client has positive samples of at most γC of the C classes."
+    )
     unassignable: Literal["drop", "withhold", "negative"] = Field(
         default="drop",
         description="What happens to a sample whose labels fit no client: drop it, or assign it with the labels that "
@@ -261,7 +265,8 @@ class AnnotationSettings(SettingsSection):
 
     kind: str = Field(
         default="none",
-        description="none: all classes; one-class: one class per client; missing: some classes are missing.",
+        description="Which classes a client annotates. none: all; one-class: one class per client; "
+        "missing: all but some classes.",
     )
     missing: Annotated[int, Field(ge=0)] = Field(
         default=0, description="The number of classes that each client does not annotate, for `missing`."
@@ -369,10 +374,14 @@ class TrainingSettings(SettingsSection):
         description="The loss function: bce, weighted (positives by N/n⁺), asl, hill, splc, em or a plug-in's. Its "
         "options follow after colons: asl:gamma_negative=2:clip=0.",
     )
-    augment: str = Field(default="none", description="The augmentation of training images.")
+    augment: str = Field(
+        default="none",
+        description="The augmentation of training images: none, flip, shift, crop-flip, weak, jitter, strong or "
+        "the name of a plug-in.",
+    )
     keep: Literal["auto", "last", "best"] = Field(
         default="auto",
-        description="The model that is kept: of the last round, or of the round that is best on the validation data. "
+        description="Which model is kept: that of the last round, or that of the best round on the validation data. "
         "auto: the method's choice.",
     )
     clients_per_batch: Annotated[int, Field(ge=2)] | None = Field(
