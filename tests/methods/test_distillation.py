@@ -164,6 +164,9 @@ def test_shift_of_a_class_that_is_nowhere_or_everywhere_is_finite() -> None:
     loss, gradient, _ = loss_at(*at_work(1, targets, method__name="fedvls", **off))
     assert loss == pytest.approx(shifted_loss(targets, [5 / 6, 0.5, 1 / 6, 1 / 2], targets >= 0), abs=1e-6)
     assert not gradient[:, 1].any()
+    targets[0, 1] = 1  # the only known target of b is positive
+    loss, _, _ = loss_at(*at_work(1, targets, method__name="fedvls", **off))
+    assert loss == pytest.approx(shifted_loss(targets, [5 / 6, 5 / 6, 1 / 6, 1 / 2], targets >= 0), abs=1e-6)
 
 
 def test_a_client_without_any_positive_has_a_finite_loss() -> None:

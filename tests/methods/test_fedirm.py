@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,28 @@ def test_the_server_averages_rows_by_size_over_those_that_sent_them() -> None:
     assert later["relation-matching/votes"].tolist() == [True, True, True]
     assert "relation-matching/relations" in trainer.method.send(later, make_client_info(0, 3), 2).tensors
     assert "relation-matching/relations" not in trainer.method.send(later, make_client_info(0, 3), 1).tensors
+
+
+def test_relations_of_a_client_with_one_sample_are_not_shrunk() -> None:
+    trainer = learner_for("fedirm", first_stage=1)
+    own = {"relation-matching/relations": torch.full((3, 3), 0.4), "relation-matching/votes": torch.ones(3).bool()}
+    reply = Message(trainer.weights.dump() | own, {"samples": 1.0})
+    state, _ = aggregate(trainer.method, trainer.method.initial_state(), [(make_client_info(0, 3), reply)], 1)
+    torch.testing.assert_close(state["relation-matching/relations"], torch.full((3, 3), 0.4))
+
+
+@pytest.mark.parametrize(("smallest", "leaves"), [(3, True), (4, True), (5, False)])
+def test_the_row_of_a_class_leaves_with_enough_positives(smallest: int, leaves: bool) -> None:
+    """Four samples of eight have every class."""
+    labels = np.repeat(np.array([[1, 1, 1], [0, 0, 0]]), 4, axis=0)
+    trainer, client = learner_for("fedirm", client=labels, round=1, first_stage=1)
+    part = part_of(trainer)
+    part.task = replace(part.task, min_group_size=smallest)
+    client_round = start_round(trainer, client)
+    compute_loss(trainer, client_round)
+    reply = make_reply(trainer, client_round)
+    assert reply["relation-matching/votes"].tolist() == [leaves] * 3
+    assert bool((reply["relation-matching/relations"] == 0.5).all()) != leaves
 
 
 @pytest.mark.parametrize(("key", "tensor"), [("relations", 1.5 * torch.ones(3, 3)), ("votes", torch.ones(3))])

@@ -94,6 +94,14 @@ def test_yogi_adds_and_subtracts_per_coordinate() -> None:
     np.testing.assert_allclose((after["weights"] - state["weights"])[:4], moved, rtol=1e-3, atol=1e-8)
 
 
+def test_yogi_keeps_v_where_it_is_the_square_of_the_update() -> None:
+    trainer = made("yogi", **OPTIONS | {"method__server_tau": 0.5})
+    state = trainer.method.initial_state()
+    state["weights"].zero_()  # so that the update is exactly ½
+    after, _ = aggregate(trainer.method, state, replies(state, torch.full_like(state["weights"], 0.5)), 1)
+    assert torch.equal(after[V], torch.full_like(after[V], 0.25))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_batch_statistics_are_averaged_and_not_optimized(optimizer: str) -> None:
     trainer = made(optimizer, **OPTIONS)
