@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.utils.class_weight import compute_sample_weight
-from test_ridge import FROZEN, pooled, solving_of
+from test_ridge import FROZEN, PLAIN, pooled, solving_of
 
 from fedmll import load_run, resume, run
 from fedmll.core.errors import ConfigError
@@ -165,9 +165,8 @@ def seen(made: Any) -> tuple[np.ndarray, np.ndarray, Trainer]:
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_a_calibrated_run_is_scipy_s_fit_of_the_pooled_scores(tmp_path: Path, balanced: bool) -> None:
-    made = experiment(
-        **PLATT, method__ridge=0.01, method__ridge_balanced=balanced, annotation__kind="missing", annotation__missing=4
-    )
+    partial = {"annotation__kind": "missing", "annotation__missing": 4}
+    made = experiment(**PLATT, **PLAIN, **partial, method__ridge=0.01, method__ridge_balanced=balanced)
     result = run(made, tmp_path / "run")
     assert [row["round"] for row in result.rows] == list(range(platt_calibration.ROUNDS + 1))
     assert "loss" not in result.rows[-1]  # nobody trained
