@@ -143,7 +143,8 @@ def test_site_with_another_frozen_backbone_is_refused_and_its_weights_never_trav
     grid = with_file(consortium, tmp_path, earlier, {})
     drive(consortium, grid, tmp_path / "out2", RecordingCallback(), **frozen)
     sent = [from_records(message.content)[0].tensors for message in grid.sent]
-    assert {len(tensors["weights"]) for tensors in sent if "weights" in tensors} == {10 * (8 + 1)}  # the head alone
+    travelled = {len(tensors["weights"]) for tensors in sent if "weights" in tensors}
+    assert travelled == {10 * (8 + 1) + 2 * 8}  # the head, and mean and scale of the features
 
 
 def test_sites_with_the_same_encoder_are_accepted(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811

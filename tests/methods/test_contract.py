@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedmll import resume, run
 from fedmll.core.errors import ConfigError, ReplyRejected
 from fedmll.core.message import DiskBuffer, Message, Tensors
 from fedmll.methods import find
+from fedmll.methods.framework import client_round as rounds
 from fedmll.methods.framework.base import (
     LARGEST_SUMMED,
     Aggregator,
@@ -26,7 +28,7 @@ from fedmll.methods.framework.base import (
     TensorSpec,
     option,
 )
-from fedmll.methods.framework.client_round import ClientInfo, ClientRound, TrainStep
+from fedmll.methods.framework.client_round import Batch, ClientInfo, ClientRound, TrainStep
 from fedmll.methods.framework.method import Method
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedMean
 from fedmll.methods.parts.semi_supervised import EmaTeacher, pseudo_targets, ramp_up
@@ -433,3 +435,59 @@ def test_parts_share_one_pass_over_the_data() -> None:
     plain = client_round.outputs()
     assert plain is not with_features and plain.features is None
     torch.testing.assert_close(plain.probabilities, with_features.probabilities)
+
+
+class StoredViews:
+    """Six samples with stored views of frozen features: view v of sample n is 100 v + n."""
+
+    def __init__(self, views: int) -> None:
+        self.tokens = [100.0 * view + np.arange(6)[:, None] for view in range(views)]
+
+    def __len__(self) -> int:
+        return 6
+
+    def frozen_features(self, rows: np.ndarray, views: np.ndarray) -> np.ndarray:
+        return np.array([self.tokens[view][row] for view, row in zip(views, rows, strict=True)])
+
+
+def test_one_of_several_stored_views_is_drawn_for_each_sample() -> None:
+    task: Any = SimpleNamespace(
+        tensor=torch.from_numpy,
+        preprocess=lambda raw: raw,
+        raw_samples=lambda data, rows: torch.from_numpy(data.tokens[0][rows]),
+    )
+
+    def view(views: int, augmentation: str) -> np.ndarray:
+        data: Any = StoredViews(views)
+        rows, generator = torch.arange(6).repeat(20), torch.Generator().manual_seed(0)
+        batch = Batch(
+            task=task, data=data, rows=rows, targets=rows, augmentation=augmentation, generator=generator
+        )  # fmt: skip
+        values = batch.images.numpy()[:, 0]
+        assert (values % 100 == rows.numpy()).all()
+        return np.unique(values // 100)
+
+    assert view(2, "flip").tolist() == [0, 1]
+    assert view(3, "flip").tolist() == [0, 1, 2]
+    assert view(2, "none").tolist() == view(1, "flip").tolist() == [0]
+
+
+def test_batches_are_the_same_if_the_samples_are_not_gathered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(experiment(training__batch_size=2, training__local_epochs=2))
+    gathered = [(batch.rows, batch.targets, batch.raw) for batch in make_client(trainer, LABELS).batches()]
+    monkeypatch.setattr(rounds, "GATHERED_BYTES", 0)
+    single = list(make_client(trainer, LABELS).batches())
+    assert len(single) == len(gathered) == 6 and all(batch.gathered is None for batch in single)
+    for batch, (rows, targets, raw) in zip(single, gathered, strict=True):
+        assert torch.equal(batch.rows, rows) and torch.equal(batch.targets, targets) and torch.equal(batch.raw, raw)
+
+
+@pytest.mark.parametrize(("views", "at_once"), [(1, True), (2, False)])
+def test_several_views_are_not_gathered_at_once(views: int, at_once: bool) -> None:
+    """The view of a sample is drawn batch by batch."""
+    trainer = make_trainer(experiment())
+    client = make_client(trainer, LABELS)
+    task: Any = SimpleNamespace(raw_samples=lambda data, order: torch.from_numpy(data.tokens[0][order]))
+    stored: Any = StoredViews(views)
+    client.task, client.data = task, stored
+    assert (client._gather(np.arange(6)) is not None) == at_once

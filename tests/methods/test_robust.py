@@ -85,11 +85,13 @@ def centered(updates: np.ndarray, shares: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("weights", ["size", "equal"])
 @pytest.mark.parametrize("count", [1, 2, 4, 5])
 def test_centered_clipping_is_the_papers_algorithm(weights: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters and running statistics are clipped separately, also where a block contains both."""
-    monkeypatch.setattr(averaging, "PRODUCT_BLOCK", 700)
+    """Parameters and running statistics are clipped separately, also where a block contains one or both of them."""
     here = trainer(method__average="centered-clipping", method__weighting=weights)
     state = here.method.initial_state()
     start, end = state["weights"].numpy().astype(np.float64), here.weights.parameter_end
+    block = next(size for size in (7, 11) if end % size)
+    assert here.weights.buffer_count > 2 * block
+    monkeypatch.setattr(averaging, "PRODUCT_BLOCK", block)
     sent = replies(start, count, len(start) - end)
     shares = np.array(SIZES[:count] if weights == "size" else [1] * count, float)
     shares /= shares.sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedmll.data import federation
 from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.framework.allowed_replies import find_class_problem
 from fedmll.methods.framework.task import task_of
+from fedmll.methods.parts import standardisation
 from fedmll.methods.parts.averaging import WeightedAverage, WeightedAverageAggregator
 from fedmll.methods.parts.standardisation import MEAN, SCALE, label_counts, prior_bias
 from fedmll.models.frozen_features import backbone_outputs
@@ -271,3 +273,27 @@ def test_experiment_file_keeps_the_settings(tmp_path: Path) -> None:
     made = experiment(**FROZEN)
     (tmp_path / "e.toml").write_text(made.to_toml())
     assert Experiment.load(tmp_path / "e.toml").model == made.model
+
+
+def test_one_known_label_is_a_rate() -> None:
+    """(1 + ½) / (1 + 1) has the log-odds log 3, and ½ / 10 those of 1 : 19."""
+    counts = torch.tensor([[1.0, 9.0], [1.0, 0.0]]).double()
+    torch.testing.assert_close(prior_bias(counts), torch.tensor([np.log(3), -np.log(19)]).double())
+
+
+def test_moments_of_tokens_are_means_over_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples with two features at two positions, in evaluation mode. Feature 0: 1 and 3, then 0 and 0; feature 1:
+    2 and 2, then 4 and 6."""
+    tokens = torch.tensor([[[1.0, 3.0], [2.0, 2.0]], [[0.0, 0.0], [4.0, 6.0]]])[..., None]
+    monkeypatch.setattr(standardisation, "backbone_outputs", lambda backbone, images: images)
+    model = torch.nn.Module()
+    model.backbone = SimpleNamespace(standardise=SimpleNamespace(width=2, inputs=lambda outputs: outputs))
+    client = SimpleNamespace(
+        task=SimpleNamespace(device=torch.device("cpu")),
+        data=range(2),
+        evaluation_batches=lambda: [SimpleNamespace(images=tokens[:1]), SimpleNamespace(images=tokens[1:])],
+    )
+    client_round: Any = SimpleNamespace(model=model, client=client, transform_images=lambda images: images)
+    found = standardisation.feature_moments(client_round)
+    assert found.tolist() == [[2, 2], [2 + 0, 2 + 5], [(1 + 9) / 2, (4 + 4) / 2 + (16 + 36) / 2]]
+    assert not model.training

@@ -13,7 +13,7 @@ from builders import small
 from fedmll.core.message import Message, Tensors
 from fedmll.methods.framework.allowed_replies import find_class_problem
 from fedmll.methods.parts import platt_calibration, ridge_head, sum_checks
-from fedmll.methods.parts.sum_checks import refuse_losses, refuse_moments
+from fedmll.methods.parts.sum_checks import refuse_losses, refuse_moments, refuse_statistics
 from fedmll.testing import experiment, make_client, make_client_info, make_trainer
 
 LABELS = np.array([[1, -1, 0], [0, 1, 0], [0, -1, 1], [1, 0, 0]])
@@ -127,6 +127,17 @@ def test_convexity_is_checked_up_to_rounding(loss: float, difference: float, pos
 )
 def test_every_count_must_be_possible(counts: list[float], possible: bool) -> None:
     assert sum_checks._counts(torch.tensor(counts), 3) == possible
+
+
+def test_statistics_of_features_and_labels() -> None:
+    """Zeros are features, several classes together have more labels than samples, and every count is checked."""
+    moments = torch.tensor([[1000.0, 1000.0], [0, 0], [0, 0]]).double()
+    together = torch.tensor([[2000.0], [10.0]]).double()
+    assert refuse_statistics({"moments": moments, "labels": together}, 1000) is None
+    by_class = together.expand(2, 2)
+    assert "more known labels than samples" in str(refuse_statistics({"labels": by_class}, 1000))
+    moments[0, 1] = 1001
+    assert "its sums are of 1001 samples" in str(refuse_statistics({"moments": moments}, 1000))
 
 
 # ---- Platt's
