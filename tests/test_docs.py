@@ -48,6 +48,17 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page for page in pages if not re.search(rf"[ :-] {re.escape(page)}\n", nav)] == []
 
 
+def test_every_attack_has_a_test() -> None:
+    text = (DOCS / "reference" / "attacks.md").read_text()
+    rows = text.partition("| attack | before | now | test |")[2].splitlines()[2:]
+    rows = [row for row in rows if row.startswith("| ") and not row.startswith("| **")]
+    assert len(rows) > 30
+    for row in rows:
+        found = re.search(r"`(tests/\w+/\w+\.py)::(test_\w+)` \|$", row)
+        assert found is not None, row
+        assert f"\ndef {found[2]}(" in (ROOT / found[1]).read_text(), found[0]
+
+
 @pytest.mark.parametrize("page", ["settings.md", "commands.md"])
 def test_generated_reference_pages_are_up_to_date(page: str) -> None:
     generated = load_generator().PAGES[page]()

@@ -26,7 +26,7 @@ from fedmll.runs.run_folder import RunFolder
 def make(name: str = "fedavg", **options: Any) -> Experiment:
     training = {"training": {"optimizer": "sgd"}} if name in ("scaffold", "fednova") else {}
     options |= {"loss": "sigmoid"} if name == "private-fedavg" else {}
-    frozen = {"model": {"freeze": "backbone", "weights": "random"}} if name == "fed-ridge" else {}
+    frozen = {"model": {"freeze": "backbone", "weights": "random"}} if name in ("fed-ridge", "fed-logistic") else {}
     return Experiment.make({"method": {"name": name} | options} | training | frozen)
 
 
@@ -81,6 +81,7 @@ def test_methods_with_their_own_average_keep_it(name: str) -> None:
         ("fedavg", {}, 2, "average: mean; with 2 sites no average can tell which one is faulty"),
         ("fednova", {}, 5, "average: normalised, which belongs to fednova and tolerates no faulty site"),
         ("fedharmony", {"aggregation": False}, 5, "average: mean, which belongs to fedharmony and tolerates no"),
+        ("fed-logistic", {}, 5, "average: none, fed-logistic adds up the sites' sums; a site that sends wrong"),
         ("fed-ridge", {}, 5, "average: none, fed-ridge adds up the sites' sums; a site that sends wrong sums"),
     ],
 )  # fmt: skip

@@ -31,8 +31,8 @@ FEDOPT: Rows = {
 
 AVERAGE: Rows = {"average": ("mean", "McMahan et al. 2017: the weighted mean"), "trim": (0.2, "ours, of trimmed-mean")}
 OWN_AVERAGES = {
-    "fed-ridge", "local-only", "fednova", "surgical", "fedharmony", "cbafed", "rscfed", "private-fedavg",
-    "private-fedprox", "compose",
+    "fed-ridge", "fed-logistic", "local-only", "fednova", "surgical", "fedharmony", "cbafed", "rscfed",
+    "private-fedavg", "private-fedprox", "compose",
 }  # fmt: skip
 BY_SIZE: Rows = {"weighting": ("size", "McMahan et al. 2017, Alg. 1: n_k/n")}
 

@@ -14,6 +14,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.methods.framework.method import Method
 from fedmll.methods.losses import MaskedLoss
+from fedmll.methods.parts.averaging import WeightedAverage
 from fedmll.methods.parts.logistic_head import LogisticHead
 
 
@@ -25,6 +26,7 @@ class FedLogistic(Method):
     up = "instead of weights: once Σ f fᵀ and Σ f y of its features f and targets y, then sums of losses and gradients"
     down = "in every round: rows of the head that are tried"
     parts = (LogisticHead, MaskedLoss)
+    average = WeightedAverage  # of weights that nobody trains: clients send sums
 
     @classmethod
     def fixed_rounds(cls, options: Any) -> int:
