@@ -75,6 +75,7 @@ DEFAULTS: dict[str, Rows] = {
     | {
         "logistic": ("held-out", "ours: the loss of samples that were not fitted"),
         "logistic_balanced": (False, "ours: the plain log-loss"),
+        "products": (0, "ours: the features as they are"),
         "logistic_rounds": (10, "ours: 1e-3 on COCO's 1,856 features, 1e-9 on 32"),
     },
     "local-only": {},
@@ -384,6 +385,7 @@ LIMITS: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("fednoro", "ramp_start"): ([0, 19], [-1, 20]),
     ("fed-ridge", "ridge"): ([JUST, 50.0], [0]),
     ("fed-logistic", "logistic"): ([JUST, 50.0], [0]),
+    ("fed-logistic", "products"): ([0, 128], [-1, 129]),
     ("fed-logistic", "logistic_rounds"): ([1, 1000], [0, 1001]),
     ("fed-ridge", "lift_width"): ([1, 4096], [0, 4097]),
     ("private-fedavg", "tuning_steps"): ([1, 900], [0]),

@@ -22,6 +22,7 @@ from fedmll.engines.client_trainer import Trainer
 from fedmll.methods.framework.allowed_replies import find_class_problem
 from fedmll.methods.framework.task import task_of
 from fedmll.methods.parts import logistic_head
+from fedmll.methods.parts import logistic_solver as solver
 from fedmll.methods.parts.logistic_head import LogisticHead
 from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer
 from fedmll.training.round_loop import return_to_round
@@ -57,12 +58,9 @@ class FederatedFit:
         self.classes = self.clients[0][1].shape[1]
         task = SimpleNamespace(classes=range(self.classes), rounds=99, min_group_size=1)
         self.part = LogisticHead(task, LogisticHead.Options(**options), {})  # type: ignore[arg-type]
-        self.part.weights, self.part.model = (
-            SimpleNamespace(layout={}),
-            SimpleNamespace(  # type: ignore[assignment]
-                backbone=SimpleNamespace(width=self.clients[0][0].shape[1])
-            ),
-        )
+        width = self.clients[0][0].shape[1]
+        self.part.weights = SimpleNamespace(layout={})  # type: ignore[assignment]
+        self.part.model = SimpleNamespace(width=width, backbone=SimpleNamespace(width=width))  # type: ignore[assignment]
         self.part.write_rows = lambda merged, rows: merged.update(rows=rows)  # type: ignore[method-assign]
         self.state: Tensors = {}
         self.rows = torch.zeros(0)
@@ -314,3 +312,56 @@ def test_small_groups_are_not_held_out() -> None:
     assert (first[~held_out, 0] >= 0).all() and (second[held_out, 0] >= 0).all()
     first, second = logistic_head.split_folds(targets, held_out, 1)
     assert (first[~held_out] >= 0).all() and (second[held_out] >= 0).all() and (first[held_out] == -1).all()
+
+
+# ---- products
+
+
+def test_products_are_those_of_uncorrelated_directions() -> None:
+    """The first directions span the singular vectors of the classes; the others are principal directions."""
+    features, targets = drawn(5, "all", classes=2, samples=500)
+    x = torch.from_numpy(features)
+    sums = logistic_head.opening_sums(x, torch.from_numpy(targets), None)
+    coordinates = solver.Coordinates.of_sums(sums["gram"][0])
+    rate = sums["positive"][:, -1] / 500
+    slope = coordinates.gradients(rate[:, None] * sums["known"] - sums["positive"]) / 500
+    for count in (1, 2, 5, 6):
+        directions, offset = logistic_head.product_directions(coordinates, slope, rate, count)
+        r = x @ directions.T + offset
+        torch.testing.assert_close(r.mean(0), torch.zeros(count).double(), atol=1e-9, rtol=0)
+        torch.testing.assert_close(r.T @ r / 500, torch.eye(count).double(), atol=1e-9, rtol=0)
+    z = StandardScaler().fit_transform(features)
+    y = targets - targets.mean(0)
+    ridge = np.linalg.solve(z.T @ z / 500 + np.eye(6), z.T @ y / 500 / targets.std(0))
+    directions, _ = logistic_head.product_directions(coordinates, slope, rate, 2)
+    own = directions.numpy() * features.std(0)  # in standardised features
+    assert np.linalg.matrix_rank(np.concatenate([own, ridge.T]), tol=1e-6) == 2
+
+
+def test_a_run_with_products_equals_scikit_learn(tmp_path: Path) -> None:
+    changes = {"method__products": 4, "method__logistic": 0.05, "method__logistic_rounds": 40}
+    made = experiment(**FROZEN | changes, partition__holdout=0.0)
+    data = federation.build(made)
+    result = run(made, prepared=data)
+    trainer = Trainer(task_of(data))
+    trainer.load(result.weights)
+    trainer.model.eval()
+    rows = np.concatenate(data.samples)
+    with torch.no_grad():
+        features = trainer.model.features(trainer.task.model_inputs(data.train, rows)).double().numpy()
+    assert features.shape[1] == 10 + 10
+    targets = data.train.labels[rows]
+    found = np.column_stack([result.weights["head.weight"].numpy(), result.weights["head.bias"].numpy()])
+    for c in range(targets.shape[1]):
+        model = LogisticRegression(C=1 / (0.05 * len(rows)), tol=1e-10, max_iter=10_000).fit(features, targets[:, c])
+        expected = np.append(model.coef_[0], model.intercept_)
+        np.testing.assert_allclose(found[c], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_products_are_used_only_if_the_held_out_loss_is_smaller() -> None:
+    result = run(experiment(**FROZEN | {"method__products": 4}))
+    last = result.rows[-1]
+    assert last["products"] in (0, 1)
+    added = result.weights["head.weight"][:, 10:]
+    assert bool((added != 0).any()) == bool(last["products"])
+    assert result.metrics["macro_auc"] > 60

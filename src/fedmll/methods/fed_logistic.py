@@ -3,7 +3,8 @@ divided among the clients (parts/logistic_head.py).
 
 There are no rounds of training. In each round clients send sums, from which the server takes one more step of L-BFGS
 for all classes (parts/logistic_solver.py). `fed-ridge` needs one exchange; this head minimises the log-loss instead of
-the squared error, and its outputs are probabilities.
+the squared error, and its outputs are probabilities. `products` adds products of a few directions of the features
+(models/products.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ConfigError
 from fedmll.methods.framework.method import Method
+from fedmll.methods.heads import ProductsHead
 from fedmll.methods.losses import MaskedLoss
 from fedmll.methods.parts.averaging import WeightedAverage
 from fedmll.methods.parts.logistic_head import LogisticHead
@@ -25,6 +27,7 @@ class FedLogistic(Method):
     setting = ("skew", "partial annotation")
     up = "instead of weights: once Σ f fᵀ and Σ f y of its features f and targets y, then sums of losses and gradients"
     down = "in every round: rows of the head that are tried"
+    head = ProductsHead
     parts = (LogisticHead, MaskedLoss)
     average = WeightedAverage  # of weights that nobody trains: clients send sums
 

@@ -16,6 +16,7 @@ from fedmll.models.backbones import Backbone
 from fedmll.models.class_attention import Ladm, PrototypeClassifier, simplex_etf
 from fedmll.models.ctran import CTran, LabelEmbeddings
 from fedmll.models.network import Classifier, Lift, LiftedClassifier
+from fedmll.models.products import ProductClassifier
 
 
 class LinearHead(Head):
@@ -65,6 +66,21 @@ class LiftedLinearHead(LinearHead):
             return super().build(backbone)
         lift = Lift(option.lift, backbone.width, option.lift_width, self.task.seed)
         return LiftedClassifier(backbone, len(self.task.classes), lift)
+
+
+class ProductsHead(LinearHead):
+    """A linear classifier on the features and, with `products`, on products of a few directions of them."""
+
+    name = "linear-products"
+
+    class Options(PartOptions):
+        products: int = option(
+            0, "number of directions of the features whose products are added; 0: none; 48 adds 1,176", ge=0, le=128
+        )
+
+    def build(self, backbone: Backbone) -> Classifier:
+        count = min(self.options.products, backbone.width)
+        return ProductClassifier(backbone, len(self.task.classes), count) if count else super().build(backbone)
 
 
 class EtfLadmHead(Head):

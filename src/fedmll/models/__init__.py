@@ -2,6 +2,7 @@
 
 - `backbones/` — convolutional (ConvNet, ResNet, DenseNet, MobileNet), vit, mlp; `backbones.base` builds them
 - `network` — `Network`, the linear `Classifier`, and one with lifted features
+- `products` — a linear classifier on products of features
 - `class_attention`, `ctran` — other heads
 - `flat_weights` — a model's weights as one vector
 - `objects` — a backbone given as a torch module

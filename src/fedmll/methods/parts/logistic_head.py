@@ -51,10 +51,12 @@ from fedmll.methods.parts.sum_checks import refuse_logistic, refuse_logistic_sta
 from fedmll.models.flat_weights import FlatWeights
 
 GRID = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # values of λ
+PRODUCT_GRID = GRID[-3:]  # with products, which need a larger penalty
 USUAL = 0.1  # λ if there are no held-out samples
 CHOICE_ROUNDS = 6  # rounds in which all candidates are fitted
 HELD_OUT = 0.2  # share of the samples
 CHUNK = 1024  # samples that are summed at a time
+DIRECTIONS, OFFSET = "products.directions", "products.offset"  # names of the buffers
 OPENING = ("gram", "known", "positive", "folds")
 ROUND_SUMS = ("loss", "gradient", "curvature")
 
@@ -93,6 +95,11 @@ class LogisticHead(HeadFromSums):
         """The width of the features without added ones."""
         return self.model.backbone.width
 
+    @property
+    def added(self) -> int:
+        """The number of features that the head adds (products)."""
+        return self.model.width - self.plain
+
     def initial_state(self) -> Tensors:
         width, classes = self.model.width, len(self.task.classes)
         double = torch.float64
@@ -120,7 +127,7 @@ class LogisticHead(HeadFromSums):
 
     @property
     def candidates(self) -> int:
-        return len(GRID)
+        return len(GRID) + (len(PRODUCT_GRID) if self.added else 0)
 
     # ---- server
 
@@ -158,6 +165,18 @@ class LogisticHead(HeadFromSums):
         front, _, back = head.split(merged["weights"], len(rows))
         merged["weights"] = head.join(front, rows.float(), back)
 
+    @property
+    def products(self) -> int:
+        """The number of directions whose products are added."""
+        return self.weights.layout[DIRECTIONS].shape[0]
+
+    def write_products(self, merged: Tensors, directions: Tensor, offset: Tensor) -> None:
+        """Put the directions (K, width) of products into the global model."""
+        weights = merged["weights"].clone()
+        for name, values in ((DIRECTIONS, directions), (OFFSET, offset)):
+            weights[self.weights.layout[name].where] = values.flatten().to(weights.dtype)
+        merged["weights"] = weights
+
 
 class LogisticStartAggregator(Aggregator):
     """After the opening exchange: the coordinates, the weights of the entries and the first trial."""
@@ -177,7 +196,7 @@ class LogisticStartAggregator(Aggregator):
         gram, known, positive = self.sums["gram"][0], self.sums["known"], self.sums["positive"]
         if map is not None:
             gram, known, positive = map @ gram @ map.T, known @ map.T, positive @ map.T
-        coordinates = Coordinates.of_sums(gram, standardised=map is not None)
+        coordinates = Coordinates.of_sums(gram, part.added, standardised=map is not None)
         counts = torch.stack([known[:, -1] - positive[:, -1], positive[:, -1]])  # (2, C): negatives and positives
         weights = entry_weights(counts) if part.balanced else torch.ones_like(counts)
         total = torch.stack([(weights * fold).sum(0) for fold in (counts, *self.sums["folds"])])  # (3, C)
@@ -188,12 +207,18 @@ class LogisticStartAggregator(Aggregator):
         bias = torch.logit(rate)
         slope = weights[0, :, None] * rate[:, None] * (known - positive)
         slope += weights[1, :, None] * (rate - 1)[:, None] * positive
+        slope = torch.cat([slope[:, :-1], slope.new_zeros(len(slope), part.added), slope[:, -1:]], 1)
         slope = coordinates.gradients(slope / total[0].clamp(min=1e-300)[:, None])
-        penalty = torch.tensor(GRID if part.chooses(0) else [part.options.logistic], dtype=torch.float64)
-        trial = solver.first_trial(coordinates, torch.where(both[0][:, None], slope, 0), bias, rate, penalty)
+        slope = torch.where(both[0][:, None], slope, 0)
+        grid = GRID + (PRODUCT_GRID if part.added else ()) if part.chooses(0) else (part.options.logistic,)
+        penalty = torch.tensor(grid, dtype=torch.float64)
+        with_products = torch.arange(len(grid)) >= (len(GRID) if part.chooses(0) else 0)
+        if part.added:
+            part.write_products(merged, *product_directions(coordinates, slope, rate, part.products))
+        trial = solver.first_trial(coordinates, slope, bias, rate, penalty)
         state = coordinates.state | solver.start(trial, coordinates.curved)
         state |= {"penalty": penalty, "total": total, "both": both, "weights": weights}
-        state["clients"] = torch.tensor(self.replies)
+        state |= {"clients": torch.tensor(self.replies), "with_products": with_products}
         state |= {"rows": coordinates.rows(trial), "basis": coordinates.basis}
         part.write_rows(merged, state["rows"][int((penalty - USUAL).abs().argmin())])
         return state, {}
@@ -223,7 +248,8 @@ class LogisticAggregator(SumAggregator):
         coordinates = Coordinates.of_state(state)
         fitted, total = state["both"][int(self.choosing)], state["total"][int(self.choosing)]
         if self.replies == int(state["clients"]):
-            free = fitted[:, None].expand_as(state["trial"])
+            free = fitted[:, None].repeat(len(penalty), 1, state["trial"].shape[2])
+            free[~state["with_products"], :, : self.head.added] = False
             state |= solver.advance(state, self.totals, coordinates, penalty, total, free)
             if self.choosing:
                 loss = self.totals["held_out"]
@@ -233,11 +259,33 @@ class LogisticAggregator(SumAggregator):
             chosen, held_out = choose(state.get("held_out"), state["total"][2], fitted, penalty)
             records = {} if held_out is None else {"held_out_loss": held_out}
         records |= {"logistic": float(penalty[chosen]), "gradient": largest_gradient(state, chosen)}
+        if self.head.added:
+            records["products"] = float(state["with_products"][chosen])
         self.head.write_rows(merged, coordinates.rows(state["point"][chosen]))
         if self.choosing and self.round == CHOICE_ROUNDS:
-            state |= solver.restart(state, chosen) | {"penalty": penalty[chosen : chosen + 1].clone()}
+            own = {name: state[name][chosen : chosen + 1].clone() for name in ("penalty", "with_products")}
+            state |= solver.restart(state, chosen) | own
             state.pop("held_out", None)
         return state | {"rows": coordinates.rows(state["trial"])}, records
+
+
+def product_directions(coordinates: Coordinates, slope: Tensor, rate: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Directions (count, width) of x and offsets (count,), so that r = Q f + q has mean 0 and covariance 1.
+
+    They span the left singular vectors of (E + 1)⁻¹ B, the ridge solutions of all classes with unit variance; B is the
+    covariance of x and y / √(π (1 − π)), which is the gradient `slope` (C, width + 1) up to the sign. If there are
+    fewer classes than directions, the principal directions follow.
+    """
+    size = coordinates.size
+    values = coordinates.values[-size:]
+    cross = (slope[:, -size - 1 : -1] / (rate * (1 - rate)).sqrt()[:, None]).T
+    found = torch.linalg.svd(cross / (values + 1)[:, None], full_matrices=False)[0][:, :count]
+    principal = torch.eye(size, dtype=values.dtype).flip(1)  # by descending eigenvalue
+    span = torch.linalg.qr(torch.cat([found, principal], 1)[:, : max(count, found.shape[1])])[0][:, :count]
+    variance, turned = torch.linalg.eigh(span.T @ (values[:, None] * span))
+    span = span @ turned / variance.clamp(min=solver.SMALLEST).sqrt()
+    directions = (coordinates.vectors @ span / coordinates.deviation[:size, None]).T
+    return directions, -directions @ coordinates.mean[:size]
 
 
 def choose(losses: Tensor | None, total: Tensor, fitted: Tensor, penalty: Tensor) -> tuple[int, float | None]:
