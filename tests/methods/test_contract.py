@@ -491,3 +491,18 @@ def test_several_views_are_not_gathered_at_once(views: int, at_once: bool) -> No
     stored: Any = StoredViews(views)
     client.task, client.data = task, stored
     assert (client._gather(np.arange(6)) is not None) == at_once
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_is_rejected(value: float) -> None:
+    problem = TensorSpec((3,)).find_problem("sums", torch.tensor([1.0, value, 2.0]))
+    assert "sums holds NaN or infinite values" in str(problem)
+    large = torch.tensor([3e38, 3e38, 1.0])  # finite, although the sum is not
+    assert TensorSpec((3,)).find_problem("sums", large) is None
+
+
+def test_a_free_size_is_one_unless_more_is_allowed() -> None:
+    assert TensorSpec((None, 2)).find_problem("rows", torch.zeros(1, 2)) is None
+    assert TensorSpec((None, 2)).find_problem("rows", torch.zeros(2, 2)) is not None
+    assert TensorSpec((None, 2), most=5).find_problem("rows", torch.zeros(5, 2)) is None
+    assert TensorSpec((None, 2), most=5).most_bytes == 5 * 2 * 4  # float32
