@@ -275,6 +275,11 @@ def test_examples_are_capped_and_counted(tmp_path: Path) -> None:
     assert "more" not in five
 
 
+def test_long_cell_is_cut_in_the_message(tmp_path: Path) -> None:
+    text = report(table_of(tmp_path, f"image,sick\n0.png,{'9' * 5000}\n1.png,1\n"))
+    assert "cells that are not labels: 1 in column 'sick' (row 2: '999" in text and len(text) < 500
+
+
 def test_rows_that_all_have_the_wrong_number_of_cells(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"2 rows have more or fewer cells.*row 2: 3 cells; row 3: 1 cells"):
         table_of(tmp_path, "image,cat\n0.png,1,0\n1.png\n")

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import DataError
-from fedmll.core.text import suggest
+from fedmll.core.text import printable, suggest
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN
 from fedmll.data.images.problems import NAMED, Problems, abbreviate
 from fedmll.data.targets import TEST, TRAIN, VALIDATION, describe_split_groups, find_split_groups
@@ -242,7 +242,7 @@ def _labels_from_columns(
             for target, column in enumerate(columns):
                 code = CELLS.get(row[column].strip())
                 if code is None:
-                    wrong.setdefault(target, []).append(f"row {rows.numbers[place]}: '{row[column]}'")
+                    wrong.setdefault(target, []).append(f"row {rows.numbers[place]}: '{printable(row[column], 60)}'")
                 labels[place, target] = UNKNOWN if code is None else code
     if wrong:
         by_column = sorted((columns[target], cells) for target, cells in wrong.items())
@@ -276,7 +276,7 @@ def _labels_from_lists(
     listed = [[name.strip() for name in cell.split("|") if name.strip()] for cell in cells]
     present = [[name for name in names if name.lower() not in NOTHING] for names in listed]
     both = [
-        f"row {rows.numbers[row]}: '{cells[row]}'"
+        f"row {rows.numbers[row]}: '{printable(cells[row], 60)}'"
         for row, shown in enumerate(present)
         if 0 < len(shown) < len(listed[row])
     ]
