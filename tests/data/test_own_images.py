@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +178,8 @@ def test_site_and_simulation_hold_out_the_same_patients(tmp_path: Path) -> None:
         csv=tmp_path / "north.csv",
         images=tmp_path / "images",
         state_dir=tmp_path,
-        classes=(),
         device="cpu",
-        ignore=("age", "note", "note2"),
-        group="patient",
+        reading=ReadingOptions(ignore=("age", "note", "note2"), group="patient", by_options=True),
     )
     data = site_data.load_site_data(here, ("sick", "old"), (1, 12, 16), seed=0, holdout=0.25)
     assert len(data.held_out) > 0
@@ -373,12 +372,10 @@ def test_site_has_the_same_reading_options(tmp_path: Path) -> None:
         csv=bare.csv,
         images=bare.images,
         state_dir=bare.state_dir,
-        classes=(),
         device="cpu",
-        ignore=("age", "note"),
-        group="patient",
-        window=(0.0, 4095.0),
-        skip_unreadable=True,
+        reading=ReadingOptions(
+            ignore=("age", "note"), group="patient", window=(0.0, 4095.0), skip_unreadable=True, by_options=True
+        ),
     )
     write_site_file(here, tmp_path / "site.json")
     assert read_site_file(tmp_path / "site.json") == here
@@ -389,9 +386,7 @@ def test_site_has_the_same_reading_options(tmp_path: Path) -> None:
     data = site_data.load_site_data(here, ("sick", "old"), (1, 12, 16), seed=0, holdout=0.2)
     assert len(data.train) + len(data.held_out) == 37
     with pytest.raises(DataError, match=r"--classes names 'sik', which is not a column; did you mean 'sick'"):
-        site_data.check_site_data(
-            Site(name="north", csv=bare.csv, images=bare.images, state_dir=bare.state_dir, classes=("sik",))
-        )
+        site_data.check_site_data(replace(bare, reading=ReadingOptions(classes=("sik",), by_options=True)))
 
 
 def test_colour_images_do_not_fit_a_grey_federation(tmp_path: Path) -> None:
@@ -434,7 +429,7 @@ def test_command_line_options_for_own_images(tmp_path: Path, monkeypatch: pytest
         (
             "digits",
             ReadingOptions(classes=("one",)),
-            "data.classes is for folder:labels.csv, but data.name is 'digits'",
+            "data.classes is for folder:labels.csv and table:FILE.csv, but data.name is 'digits'",
         ),
         ("digits", ReadingOptions(group="x"), "data.group is for folder:labels.csv and packed:FILE.npz"),
         ("ml-digits", ReadingOptions(window=(0, 9)), "data.window is for"),
@@ -469,7 +464,7 @@ def test_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
         csv=tmp_path / "labels.csv",
         images=folder,
         state_dir=tmp_path / "state",
-        ignore=("patient", "age", "note"),
+        reading=ReadingOptions(ignore=("patient", "age", "note"), by_options=True),
     )
     assert site_data.check_site_data(here).images == 40
     data = site_data.load_site_data(here, ("sick", "old"), (1, 12, 16), seed=0, holdout=0.2)
