@@ -30,7 +30,7 @@ from fedmll.models.network import Lift
 from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer
 from fedmll.training.callbacks import Callback
 
-PLATT: dict[str, Any] = FROZEN | PLAIN | {"method__calibrate": "platt"}
+PLATT: dict[str, Any] = FROZEN | {"method__calibrate": "platt"}
 
 
 def fitted(z: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -243,7 +243,7 @@ def test_implausible_sums_are_rejected() -> None:
 
 
 def test_platt_calibration_can_be_composed() -> None:
-    frozen = {key: value for key, value in (FROZEN | PLAIN).items() if key != "method__name"}
+    frozen = {key: value for key, value in FROZEN.items() if key != "method__name"}
     made = experiment(**frozen, training__rounds=platt_calibration.ROUNDS).changed(
         {"method": {"name": "compose", "parts": ["masked", "platt"]}}
     )

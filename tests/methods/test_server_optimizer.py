@@ -161,7 +161,7 @@ def test_state_of_the_optimizer_stays_at_the_server() -> None:
 
 def test_every_method_that_averages_has_the_option() -> None:
     without = {name for name in names() if "server_optimizer" not in small(**settings_of(name)).method.options}
-    assert without == {"compose", "fed-ridge", "local-only"}
+    assert without == {"compose", "fed-logistic", "fed-ridge", "local-only"}
     fusion = {"name": "compose", "parts": ["masked", "server-optimizer"], "server-optimizer": {"server_lr": 0.1}}
     assert run(small(method=fusion)).rows[-1]["server_step"] > 0
     with pytest.raises(ConfigError, match="'local-models' and 'server-optimizer' cannot work together"):

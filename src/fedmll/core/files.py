@@ -138,9 +138,10 @@ def exclusive_lock(
     """
     try:
         with file_lock(path, wait=False, inherited=inherited, mode=mode) as file:
-            file.truncate(0)
             started = time.strftime("%Y-%m-%d %H:%M:%S")
-            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {started}".encode())
+            with suppress(OSError):  # on a full disk the lock holds without the text
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}, since {started}".encode())
             yield
     except FileLocked as error:
         raise ConfigError(f"{problem} ({printable(error.content) or 'unknown'}). {advice}") from None
