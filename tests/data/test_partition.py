@@ -518,7 +518,7 @@ def test_single_labels_are_never_dropped_and_shared_evenly_by_their_owners() -> 
         ({"clients": 3, "presence": 0.3}, "partition.presence", "to 0.4 or more, or partition.clients to 4 or more"),
         ({"beta": 0.0}, "partition.beta", "β > 0"),
         ({"beta": float("nan")}, "partition.beta", "β > 0"),
-        ({"minimum": 11}, "partition.minimum", "to 10 or less"),
+        ({"minimum": 11}, "partition.minimum", "needs 55 samples; there are 50. Lower partition.minimum to 10 or less"),
         ({"kind": "dirichelet"}, "There is no partition 'dirichelet'", "did you mean 'dirichlet'?"),
         ({"kind": "labels-per-client", "labels_per_client": 11}, "partition.labels_per_client", "use 1 to 10"),
         ({"kind": "labels-per-client", "labels_per_client": 1}, "partition.labels_per_client", "to 2 or more"),
