@@ -26,6 +26,7 @@ from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message
 from fedmll.evaluation.bootstrap import bootstrap_intervals
 from fedmll.evaluation.thresholds import format_threshold
+from fedmll.inference import preprocess
 from fedmll.inference.export import FORMATS, export, write_example, write_onnx
 from fedmll.inference.model_card import Example, build_model_card
 from fedmll.inference.model_file import SavedModel, describe_model, load_model, write_model
@@ -311,6 +312,31 @@ def test_preprocess_check_fails_if_the_example_does_not_fit(runs: dict[str, Path
     }
 
 
+def test_preprocess_scales_the_window_and_leaves_8_bits_as_they_are() -> None:
+    """In the window −100 to 156 every value is one step: −100 → 0, 0 → 100. Values outside and NaN are clipped."""
+    settings = {"shape": [1, 2, 3], "window": [-100, 156]}
+    values = np.array([[np.nan, -100.0, 0.0], [100.4, 155.0, 9000.0]])
+    assert preprocess.preprocess(values, settings).tolist() == [[[0, 0, 100], [200, 255, 255]]]
+    pixels = np.array([[0, 1, 2], [99, 100, 255]], np.uint8)
+    assert preprocess.preprocess(pixels, settings).tolist() == [pixels.tolist()]
+    with pytest.raises(ValueError, match="more than 8 bits per pixel"):
+        preprocess.preprocess(values, {"shape": [1, 2, 3], "window": None})
+
+
+def test_preprocess_command_prints_its_help_and_every_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preprocess, "FOLDER", tmp_path)
+    monkeypatch.setattr(preprocess, "predict", lambda images: np.array([[0.25, 0.75]] * len(images)))
+    (tmp_path / "preprocess.json").write_text('{"classes": ["a", "b"]}')
+    assert preprocess.main([]) == 2 and "python preprocess.py --check" in capsys.readouterr().out
+    assert preprocess.main(["x.png", "y.png"]) == 0
+    assert json.loads(capsys.readouterr().out) == {name: {"a": 0.25, "b": 0.75} for name in ("x.png", "y.png")}
+    (tmp_path / "preprocess.json").write_text('{"classes": ["a"]}')  # of another model
+    with pytest.raises(ValueError, match="longer"):
+        preprocess.main(["x.png"])
+
+
 @pytest.mark.parametrize(
     ("window", "name", "mode"),
     [
@@ -329,11 +355,10 @@ def test_example_has_the_bits_of_the_training_images(
     example = write_example(model, tmp_path)  # type: ignore[arg-type]
     assert example == Example(image=name, probabilities=[1.0, 1.0])
     image = Image.open(tmp_path / name)
-    width, height = image.size
-    assert image.mode == mode and width > 9 and height > 12 and width != height
+    assert image.mode == mode and image.size == (18, 15)
     low, high = window or (0, 255)
-    values = np.asarray(image, np.float64)
-    assert low <= values.min() < low + 0.05 * (high - low) and high - 0.05 * (high - low) < values.max() <= high
+    noise = np.random.default_rng(0).random((15, 18))
+    np.testing.assert_allclose(np.asarray(image, np.float64), low + (high - low) * noise, rtol=0, atol=0.51)
 
 
 def test_example_of_a_colour_model_is_a_colour_image(tmp_path: Path) -> None:

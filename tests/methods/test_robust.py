@@ -11,6 +11,7 @@ from builders import small
 from scipy.stats import trim_mean
 
 from fedmll import run
+from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.data.federation import build
 from fedmll.engines.client_trainer import Trainer
@@ -137,6 +138,11 @@ def test_one_of_three_replies_is_trimmed_at_each_end() -> None:
     here = trainer(method__average="trimmed-mean")
     sent = replies(here.method.initial_state()["weights"].numpy(), 3, here.weights.buffer_count)
     assert np.array_equal(merged(here.method, here.method.initial_state(), sent)[0], np.median(sent, axis=0))
+
+
+def test_half_of_the_replies_cannot_be_trimmed_at_each_end() -> None:
+    with pytest.raises(ConfigError, match=r"trim.*less than 0\.5"):
+        trainer(method__average="trimmed-mean", method__trim=0.5)
 
 
 @pytest.mark.parametrize("average", ["clipped-mean", "trimmed-mean", "centered-clipping"])
