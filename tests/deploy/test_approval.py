@@ -92,7 +92,7 @@ def test_what_leaves_per_test_depends_on_held_out_images() -> None:
 def test_other_rows_of_the_description() -> None:
     found = shown(task_of(training__local_epochs=2))
     assert found["method"] == "fedavg"
-    assert found["rounds"] == "3, each 2 × over your images"
+    assert found["rounds"] == "3, each with 2 passes over your images"
     assert found["image size"] == "1 × 8 × 8"
     assert found["clients"] == "3"
     assert "digest" in found["leaves once"]

@@ -89,6 +89,12 @@ def test_operator_is_told_what_the_average_tolerates(name: str, options: Any, si
     assert describe_average(make(name, **options), sites).startswith(text)
 
 
+def test_one_tolerated_site_is_named_in_the_singular() -> None:
+    experiment = make("fedavg", average="centered-clipping")
+    assert "1 faulty site of 3, unless it has a large share" in describe_average(experiment, 3)
+    assert "2 faulty sites of 9, unless they have a large share" in describe_average(experiment, 9)
+
+
 def test_served_run_stores_the_average_and_a_simulation_repeats_it(
     consortium: Consortium,  # noqa: F811
     tmp_path: Path,

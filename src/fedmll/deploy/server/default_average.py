@@ -59,10 +59,10 @@ def describe_average(experiment: Experiment, sites: int) -> str:
     config, name = config_of(experiment), experiment.method.name
     average, tolerated = _average(config), tolerated_sites(experiment, sites)
     if tolerated:
-        count = f"{tolerated} faulty site{'s' if tolerated > 1 else ''} of {sites}"
+        faulty, have = ("faulty site", "it has") if tolerated == 1 else ("faulty sites", "they have")
         return (
-            f"average: {average.name}, which tolerates {count}, unless they have a large share of the images "
-            "(--max-share limits it); no average detects backdoors"
+            f"average: {average.name}, which tolerates {tolerated} {faulty} of {sites}, unless {have} a large share of "
+            "the images (--max-share limits the share of a site); no average detects backdoors"
         )
     if not _trains(experiment):
         return f"average: none, {name} adds up the sites' sums; a site that sends wrong sums is not tolerated"

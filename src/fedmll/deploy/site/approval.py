@@ -61,12 +61,10 @@ def describe_study(task: Task, training: int, held_out: int, memory: float) -> l
     parts = [part for part in method.active_parts if part is not method.average_part]
     names = ", ".join(part.name for part in parts if _sends_reply(part))
     unusual = " (unusually many)" if training and held_out > LARGE_SHARE * (training + held_out) else ""
+    passes = f"{epochs} pass{'es' if epochs > 1 else ''} over {'your images' if training else 'others’ images'}"
     return [
         ("method", experiment.method.name),
-        (
-            "rounds",
-            f"{experiment.training.rounds}, each {epochs} × over {'your images' if training else 'others’ images'}",
-        ),
+        ("rounds", f"{experiment.training.rounds}, each with {passes}"),
         ("batch", f"{batch}{' (unusually small)' if batch < SMALL_BATCH else ''}"),
         ("your images", f"{training} to train on, {held_out} held out for tests{unusual}"),
         ("image size", " × ".join(map(str, task.sample_shape))),
