@@ -4,7 +4,7 @@
     python benchmarks/other_libraries.py --environments FOLDER --libraries pfl --turns 5 --clients-per-batch 25
 
 The work is the same for all: 100 clients with 320 vectors each, 10 steps with batches of 32, FedAvg, an MLP of 10,900
-weights with the same initial values, the same version of torch, its fused optimiser, two workers with one thread each.
+weights with the same initial values, the same version of torch, its fused optimizer, two workers with one thread each.
 The libraries take turns. Because the machine may be busy with other things, the table shows the median of the ratios of
 the turns; on a busy machine the CPU time of all processes of a library says more than the elapsed time. The time of a
 round is what the user waits for: from the end of one round to the end of the next, without evaluation and without the
@@ -71,7 +71,7 @@ def main() -> None:
         return
     pythons = {library: install(options.environments, library) for library in options.libraries}
     header = (
-        "optimiser", "library", "round, s", "its CPU, s", "fedmll is faster by", "in CPU time", "clients at once: by",
+        "optimizer", "library", "round, s", "its CPU, s", "fedmll is faster by", "in CPU time", "clients at once: by",
         "in CPU time", "goal", "test loss", "mAP, %",
     )  # fmt: skip
     print(f"{CLIENTS} clients × {STEPS} steps, {WORKERS} workers, {options.turns} turns of {options.rounds} rounds; "

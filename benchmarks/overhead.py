@@ -9,7 +9,7 @@
                                                 (training.clients_per_batch) compared with one after the other, also for
                                                 models that fedmll rejects because they become slower
 
-The plain loop is what one would write by hand for one process: one torch thread, one model object, the fused optimiser,
+The plain loop is what one would write by hand for one process: one torch thread, one model object, the fused optimizer,
 data in memory as tensors (in the first table gathered once per client), an average of state dictionaries. Loop and
 engine take turns in one process. Because the machine may be busy with other things, the tables show the median of the
 ratios of the turns. CPU seconds are those of this process and its worker.

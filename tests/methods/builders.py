@@ -42,7 +42,7 @@ def own_methods() -> set[str]:
 def options_of(name: str, **options: Any) -> dict[str, Any]:
     """The method's options as a complete experiment has them, and which round's model it keeps."""
     changes = {"method.name": name, "data.name": "digits"} | {f"method.{key}": value for key, value in options.items()}
-    if "training.optimizer" in find(name).published:  # some know one optimiser only
+    if "training.optimizer" in find(name).published:  # some know one optimizer only
         changes["training.optimizer"] = find(name).published["training.optimizer"]
     experiment = Experiment().changed(changes)
     return {"keep": experiment.training.keep} | experiment.method.options

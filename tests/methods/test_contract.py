@@ -258,7 +258,7 @@ def test_average_that_reads_replies_twice() -> None:
     assert result.rows[-1]["limit"] > 0
 
 
-# ---- optimiser state
+# ---- optimizer state
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])

@@ -11,7 +11,7 @@ Each client annotates some classes (AC) and not the others (NC). An entry is a p
 Switches (Table 3), also accepted under the paper's names: `partial_loss` (wpc; off: BCE with missing entries as 0, as
 in FedAvg), `tags` (mld), `consistency` (cr), `adaptive` (st; off: the difficulty d is 1). All off is FedAvg. t1 is a
 tenth of the rounds (the paper's 50 of 500) unless it is given. A blank in an annotated class is a missing entry too; π
-is computed over the known entries. Use training.optimizer = "adamw": weight decay of other optimisers erases a class
+is computed over the known entries. Use training.optimizer = "adamw": weight decay of other optimizers erases a class
 that has no gradient at a client.
 """
 

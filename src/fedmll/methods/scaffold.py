@@ -11,7 +11,7 @@ w ← w − lr (g_i(w) + c − c_i) (Eq. 3). After τ steps (Eq. 4–5)
 where N is the number of all clients, also of those that did not take part. Option II, the default, is the one of the
 paper's experiments and costs nothing; option I is more stable and costs one more pass over the data. It applies to
 parameters only, not to buffers. (w_g − w_i)/(τ lr) is the mean gradient only for plain SGD, so momentum and other
-optimisers are refused.
+optimizers are refused.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from fedmll.methods.framework.task import Task
 TRIAL_SECONDS = 120  # for building the network and predicting two images
 TRIAL_IMAGES = 2
 PIXEL_BYTES = 4
-WEIGHT_COPIES = 6  # the weights, their gradients, two moments of the optimiser, the received message, the reply
+WEIGHT_COPIES = 6  # the weights, their gradients, two moments of the optimizer, the received message, the reply
 GIGABYTE = 1e9
 
 
