@@ -24,6 +24,7 @@ from fedmll.methods.framework.task import task_of
 from fedmll.methods.parts import logistic_head
 from fedmll.methods.parts import logistic_solver as solver
 from fedmll.methods.parts.logistic_head import LogisticHead
+from fedmll.models.products import FeatureProducts
 from fedmll.testing import aggregate, experiment, make_client, make_client_info, make_trainer
 from fedmll.training.round_loop import return_to_round
 
@@ -196,6 +197,58 @@ def test_a_round_without_all_clients_is_repeated(missing: int) -> None:
     assert fit.records["logistic"] == full.records["logistic"]
 
 
+# ---- the solver, with numbers worked out by hand
+
+
+def plain_coordinates(values: list[float], more: int = 0) -> solver.Coordinates:
+    """Features that have mean 0 and deviation 1 already."""
+    width = len(values)
+    ones = torch.ones(width, dtype=torch.float64)
+    return solver.Coordinates(0 * ones, ones, torch.tensor(values).double(), torch.eye(width - more).double())
+
+
+def evaluated(loss: float, slope: list[float], curvature: list[float]) -> Tensors:
+    values = {"loss": [[loss]], "gradient": [[slope]], "curvature": [[curvature]]}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
+def test_first_trial_is_half_a_newton_step_if_the_penalty_is_small() -> None:
+    """Rate 0.2: π (1 − π) = 0.16, twice this is 0.32; the Hessian of the second coordinate is 0.16 · 2."""
+    slope, rate = torch.tensor([[0.3, -0.6, 0.0]]).double(), torch.tensor([0.2]).double()
+    penalty = torch.tensor([0.0, 0.1]).double()
+    trial = solver.first_trial(plain_coordinates([0.5, 2.0]), slope, torch.tensor([-1.5]).double(), rate, penalty)
+    expected = [[[-0.3 / 0.16, 0.6 / 0.64, -1.5]], [[-0.3 / 0.26, 0.6 / 0.74, -1.5]]]
+    np.testing.assert_allclose(trial.numpy(), expected, rtol=1e-6)
+
+
+def test_a_trial_with_a_larger_value_is_followed_by_a_shorter_step() -> None:
+    coordinates, state = plain_coordinates([1.0]), solver.start(torch.zeros(1, 1, 2).double(), 1)
+    rest = coordinates, torch.zeros(1).double(), torch.ones(1).double(), torch.ones(1, 1, 2, dtype=torch.bool)
+    state = solver.advance(state, evaluated(1.0, [1.0, 0.0], [2.0, 0.0, 1.0]), *rest)
+    np.testing.assert_allclose(state["trial"][0, 0], [-0.5, 0])  # Newton: −1/2
+    state = solver.advance(state, evaluated(3.0, [-4.0, 0.0], [2.0, 0.0, 1.0]), *rest)
+    assert state["point"].tolist() == [[[0, 0]]] and state["failures"].item() == 1
+    # the slope fell from 1 to −4 over −1/2, so the curvature is 10; half of the step −1/10
+    np.testing.assert_allclose(state["trial"][0, 0], [-0.05, 0], atol=1e-7)
+    # larger by rounding, but the function still decreases in the direction of the step: the trial is better
+    state = solver.advance(state, evaluated(1.0 + 1e-15, [0.5, 0.0], [2.0, 0.0, 1.0]), *rest)
+    np.testing.assert_allclose(state["point"][0, 0], [-0.05, 0], atol=1e-7)
+    assert state["failures"].item() == 0
+
+
+def test_a_fixed_coordinate_and_a_curvature_that_is_not_finite_move_nothing() -> None:
+    coordinates, start = plain_coordinates([1.0, 1.0], more=1), solver.start(torch.zeros(1, 1, 3).double(), 1)
+    penalty, total, free = torch.zeros(1).double(), torch.ones(1).double(), torch.tensor([[[False, True, True]]])
+    sums = evaluated(1.0, [1.0, 4.0, 0.0], [2.0, 0.0, 1.0])  # the gradient is by features: x comes first
+    found = solver.advance(start, sums, coordinates, penalty, total, free)["trial"]
+    np.testing.assert_allclose(found[0, 0], [0, -0.5, 0])
+    found = solver.advance(start, sums, coordinates, penalty, total, torch.ones_like(free))["trial"]
+    np.testing.assert_allclose(found[0, 0], [-2, -0.5, 0])  # the ratio of curvature and variance is 2
+    sums = evaluated(1.0, [1.0, 4.0, 0.0], [2.0, 0.0, float("nan")])
+    found = solver.advance(start, sums, coordinates, penalty, total, torch.ones_like(free))["trial"]
+    assert found.tolist() == [[[0, 0, 0]]]
+
+
 # ---- runs
 
 FROZEN: dict[str, Any] = {
@@ -291,6 +344,22 @@ def test_implausible_replies_are_rejected() -> None:
         state, _ = aggregate(method, state, [(info, good)], round)
 
 
+def test_balanced_sums_are_as_large_as_their_weights_allow() -> None:
+    """One positive among 40 targets has the weight 40 / 2, so the sums may be 20 times as large."""
+    trainer = make_trainer(experiment(**FROZEN, method__logistic=0.1, method__logistic_balanced=True))
+    method, info, labels = trainer.method, make_client_info(0, 3), np.zeros((40, 3), int)
+    labels[0] = 1
+    state = method.initial_state()
+    for round in (0, 1):
+        sent = method.send(state, info, round)
+        reply = trainer.train(make_client(trainer, labels, round=round), sent, {})
+        assert method.find_problem(sent, reply, round) is None
+        state, _ = aggregate(method, state, [(info, reply)], round)
+    assert state["logistic/weights"].max().item() == pytest.approx(20)
+    larger = Message(reply.tensors | {"logistic/gradient": reply["logistic/gradient"] + 801 * ONE}, reply.numbers)
+    assert "too large for its" in str(method.find_problem(sent, larger, 1))
+
+
 ONE = torch.tensor([0.0] * 10 + [1.0], dtype=torch.float64)  # of the bias
 
 
@@ -336,6 +405,16 @@ def test_products_are_those_of_uncorrelated_directions() -> None:
     directions, _ = logistic_head.product_directions(coordinates, slope, rate, 2)
     own = directions.numpy() * features.std(0)  # in standardised features
     assert np.linalg.matrix_rank(np.concatenate([own, ridge.T]), tol=1e-6) == 2
+
+
+def test_products_of_numbers_worked_out_by_hand() -> None:
+    """r = (3, 2) gives (3² − 1) / √2, 3 · 2 and (2² − 1) / √2. Only Q and q are stored."""
+    module = FeatureProducts(3, 2)
+    module.directions.copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]))
+    module.offset.copy_(torch.tensor([2.0, 0.0]))
+    found = module(torch.tensor([[1.0, 5.0, -3.0]]))
+    np.testing.assert_allclose(found, [[1, 5, -3, 8 / 2**0.5, 6, 3 / 2**0.5]], rtol=1e-6)
+    assert module.width == 6 and set(module.state_dict()) == {"directions", "offset"}
 
 
 def test_a_run_with_products_equals_scikit_learn(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ class CentralizedConfig(MethodConfig):
 
     @cached_property
     def inner(self) -> MethodConfig:
-        return _inner_entry(self.values).configure(self.options.model_dump(exclude_none=True, exclude={"of"}))
+        values = self.values
+        return _inner_entry(values).configure({name: value for name, value in values.items() if name != "of"})
 
     @cached_property
     def recipe(self) -> MethodRecipe:
