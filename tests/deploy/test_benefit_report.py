@@ -153,7 +153,7 @@ def test_report_page_shows_the_results(joined: SimpleNamespace) -> None:
     assert joined.said[0] in page
     assert "150 images are the test data" in page
     assert "two halves of the held-out images" in page
-    assert "3 rounds of 1 × over them" in page
+    assert "3 rounds with 1 pass over them" in page
     assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//|@import|url\((?!#)", page)
     assert str(joined.worker.site.state_dir) not in page
     assert ".png" not in page

@@ -127,7 +127,7 @@ def fusion() -> dict[str, torch.Tensor]:
         ({"parts": ["unknown-as-negative", "masked"]}, ["'unknown-as-negative' and 'masked'", "loss of the targets"]),
         ({"parts": ["contrast", "unknown-as-negative"]}, ["'contrast'", "prototypes", "'linear'", "etf-ladm"]),
         ({"parts": ["label-mask"]}, ["'label-mask'", "states", "ctran", "text-query"]),
-        ({"parts": ["proximal"]}, ["teaches the targets", "unknown-as-negative", "masked", "prior-adjusted"]),
+        ({"parts": ["proximal"]}, ["loss for the known targets", "unknown-as-negative", "masked", "prior-adjusted"]),
         ({"parts": ["unknown-as-negative", "proximal", "proximal"]}, ["'proximal'", "twice"]),
         ({"parts": ["unknown-as-negative", "by-agreement"]}, ["'by-agreement' and 'mean'", "aggregates the weights"]),
         ({"parts": ["unknown-as-negative"], "average": "proximal"}, ["method.average", "proximal"]),

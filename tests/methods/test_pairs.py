@@ -37,8 +37,8 @@ ROWS = "requires a linear classifier with one row of weights per class .*the hea
 
 
 def taught_by(part: str) -> str:
-    """The refusal of a loss that says what unknown targets teach."""
-    return f"training.loss = 'em' decides what unknown targets teach, and so does the part '{part}'"
+    """The refusal of a loss that defines the loss of unknown targets."""
+    return f"training.loss = 'em' defines the loss of unknown targets, and so does the part '{part}'"
 
 
 PAIRS: dict[str, Row] = {

@@ -195,9 +195,9 @@ def _local_outputs(
         goal="f1", raw_thresholds=thresholds, thresholds=thresholds, calibration=no_calibration(raw.shape[1])
     )
     note = (
-        f"Your local model was trained on your images only, with the same experiment: {training.rounds} rounds of "
-        f"{training.local_epochs} × over them, the same network, seed and settings. It knows the classes that you "
-        "annotate."
+        f"Your local model was trained on your images only, with the same experiment: {training.rounds} rounds "
+        f"with {training.local_epochs} pass{'es' if training.local_epochs > 1 else ''} over them, the same network, "
+        "seed and settings. It knows the classes that you annotate."
     )
     if replacement is not None:
         note += f" {replacement}."

@@ -100,7 +100,7 @@ class MethodRecipe:
                     f"'{self.head.name}' nor another part provides. Provided by: {_all_providers(capability)}."
                 )
         if not any(issubclass(part, TargetLoss) for part in self.parts):
-            raise ConfigError(f"No part teaches the targets; add one of {_all_providers('target-loss')}.")
+            raise ConfigError(f"No part has a loss for the known targets; add one of {_all_providers('target-loss')}.")
 
     def check(self, training: TrainingSettings) -> None:
         """Raise a ConfigError if the parts cannot work with these training settings."""
@@ -123,7 +123,7 @@ class MethodRecipe:
             other = next((part for part in self.parts if "unknown-targets" in part.provides), None)
         if other is not None:
             raise ConfigError(
-                f"{setting} decides what unknown targets teach, and so does the part '{other.name}'; they cannot work "
+                f"{setting} defines the loss of unknown targets, and so does the part '{other.name}'; they cannot work "
                 "together. Use another loss (bce, weighted, asl), or a method without that part, for example fedavg."
             )
         if losses.split_options(training.loss)[0] == "splc" and training.rounds == 1:
