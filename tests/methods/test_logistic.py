@@ -405,6 +405,9 @@ def test_products_are_those_of_uncorrelated_directions() -> None:
     directions, _ = logistic_head.product_directions(coordinates, slope, rate, 2)
     own = directions.numpy() * features.std(0)  # in standardised features
     assert np.linalg.matrix_rank(np.concatenate([own, ridge.T]), tol=1e-6) == 2
+    first = logistic_head.product_directions(coordinates, slope, rate, 1)[0][0].numpy() * features.std(0)
+    leading = np.linalg.svd(ridge)[0][:, 0]  # of the classes scaled to unit variance
+    assert abs(first @ leading) / np.linalg.norm(first) == pytest.approx(1, abs=1e-9)
 
 
 def test_products_of_numbers_worked_out_by_hand() -> None:
