@@ -193,17 +193,25 @@ def test_resume_needs_the_same_objects(tmp_path: Path) -> None:
 
 
 def test_objects_of_another_process_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "run"
-    fedmll.run(None, out, data=(X, Y), model=nn.Linear(6, 4), rounds=1, clients=2)
+    def loss(logits: Any, targets: Any) -> Any:
+        return nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+
+    out, net = tmp_path / "run", nn.Linear(6, 4)
+    fedmll.run(None, out, data=(X, Y), model=net, loss=loss, rounds=1, clients=2)
     objects = {kind: dict(named) for kind, named in registry._registered.items()}
     for kind, named in objects.items():
         kept = {name: thing for name, thing in named.items() if not name.startswith("object-")}
         monkeypatch.setitem(registry._registered, kind, kept)
-    with pytest.raises(ConfigError, match=r"fedmll\.resume\(FOLDER, data=…\)"):
+    with pytest.raises(ConfigError, match=r"fedmll\.resume\(FOLDER, loss=…\)"):
         fedmll.resume(out, rounds=2)
+    with pytest.raises(ConfigError, match=r"fedmll\.resume\(FOLDER, data=…\)"):
+        fedmll.resume(out, rounds=2, loss=loss)
     with pytest.raises(ConfigError, match=r"load_model\(FILE, model=…\)"):
         fedmll.load_model(out / "model.safetensors").predict(X[:2].astype(np.float32))
     assert fedmll.load_run(out).summary["rounds"] == 1  # results can be read without them
+    monkeypatch.delitem(registry._registered["loss"], "object-loss")  # predictions need the model and not the loss
+    model = fedmll.load_model(out / "model.safetensors", model=net)
+    assert model.predict(X[:2].astype(np.float32)).shape == (2, 3)
 
 
 def test_a_convolutional_module_and_workers() -> None:

@@ -55,6 +55,9 @@ def split_options(setting: str) -> tuple[str, dict[str, float]]:
 def find_loss(setting: str) -> tuple[Any, dict[str, float]]:
     """The registered loss and the options that a value of `training.loss` names."""
     name, options = split_options(setting)
+    if name.startswith(registry.OBJECT_PREFIX) and name not in registry.all_of("loss"):
+        # an object of another process: a finished model predicts without its loss, and only training needs it
+        return lambda *arguments: registry.find("loss", name), options
     return registry.find("loss", name), options
 
 

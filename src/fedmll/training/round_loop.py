@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedmll.config.experiment import Experiment
+from fedmll.core import registry
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.text import printable
@@ -118,6 +119,8 @@ def resume(
                 f"The run in {folder} began with {key} = '{name}', and the object that was given is '{names[key]}': "
                 "it is another one. Pass the object that the run was started with."
             )
+    if experiment.training.loss.startswith(registry.OBJECT_PREFIX):
+        registry.find("loss", experiment.training.loss)  # refused before anything starts
     check_fingerprint(folder.checkpoint_folder, experiment.fingerprint())
     divided = _build_federation(experiment, prepared, callback)
     with closing(LocalEngine(divided, folder.client_state_folder, callback.on_setup_progress)) as running:
