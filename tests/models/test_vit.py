@@ -18,6 +18,8 @@ from fedmll.config.experiment import Experiment
 from fedmll.config.settings import ModelSettings
 from fedmll.core.errors import ConfigError
 from fedmll.data.federation import Federation
+from fedmll.inference.load_run import load_run
+from fedmll.methods import build_method
 from fedmll.methods.framework.task import task_of
 from fedmll.models.backbones import build_backbone
 from fedmll.models.flat_weights import FlatWeights
@@ -98,6 +100,41 @@ def test_vit_without_weights_is_vit_b16() -> None:
         build_backbone(ModelSettings(backbone="vit"), (3, 230, 230), seed=0)
     with pytest.raises(ConfigError, match="a small-vit has no published weights"):
         build_backbone(ModelSettings(backbone="small-vit", weights="x"), (3, 32, 32), seed=0)
+
+
+def test_class_token_for_heads_that_use_means(folder: Path, small_federation: Federation) -> None:
+    """The first token of the network's own output; a head with label queries keeps the patch tokens."""
+    settings = {"model.backbone": "vit", "model.weights": str(folder), "model.class_token": True}
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    own = transformers.ViTModel.from_pretrained(folder, add_pooling_layer=False).eval()(pixel_values=images)
+    for method, expected in (("fedavg", own.last_hidden_state[:, 0]), ("fednca-ml", None)):
+        experiment = Experiment().changed(settings | {"method.name": method})
+        task = replace(task_of(small_federation), experiment=experiment, sample_shape=(3, 32, 32))
+        net = build_method(task).build_model().eval()
+        if expected is None:
+            assert net.backbone(images).shape == (2, 24, 4, 4)
+        else:
+            assert torch.allclose(net.features(images), expected, atol=1e-6)
+            assert torch.allclose(net.backbone.stage_outputs(images, frozenset({0}))[-1], expected, atol=1e-6)
+
+
+def test_features_of_the_class_token_are_cached_apart(folder: Path, tmp_path: Path) -> None:
+    frozen = {
+        "model__backbone": "vit", "model__weights": str(folder), "model__freeze": "backbone", "data__limit": 40,
+        "data__size": 32, "training__rounds": 1,
+    }  # fmt: skip
+    mean, token = (run(small(**frozen, model__class_token=on), out=tmp_path / str(on)) for on in (False, True))
+    assert mean.metrics["macro_auc"] != token.metrics["macro_auc"]
+    saved = load_run(tmp_path / "True")
+    stored = saved.test_predictions
+    assert stored is not None
+    data = saved.load_test_data()
+    assert np.allclose(saved.predict(data.store[data.rows[:8]]), stored.probabilities[:8], atol=1e-3)
+
+
+def test_class_token_of_other_backbones_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"model\.class_token = true, but a convnet has no class token"):
+        Experiment().changed({"model.class_token": True})
 
 
 def test_every_weight_is_in_the_vector_and_gets_a_gradient(folder: Path) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedmll.config.experiment import Experiment
 
 DEFAULT_CLIENTS = 10
+TRANSFORMERS = ("vit", "small-vit")  # backbones with a class token
 
 
 def resolve(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
@@ -92,6 +93,11 @@ def _resolve_model(model: ModelSettings, has_features: bool) -> ModelSettings:
         raise ConfigError(
             "model.stages, model.power and model.flip_average are for images and model.freeze = 'backbone'; leave them "
             "out."
+        )
+    if model.class_token and backbone not in TRANSFORMERS and not own_weights:
+        raise ConfigError(
+            f"model.class_token = true, but a {backbone} has no class token. Leave it out, or set model.backbone to "
+            "'vit'."
         )
     updates["standardise"] = frozen if model.standardise == AUTO else model.standardise
     updates["bias"] = ("prior" if frozen else "zero") if model.bias == AUTO else model.bias

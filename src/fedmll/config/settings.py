@@ -311,6 +311,11 @@ class ModelSettings(SettingsSection):
         description="Initial bias of each class. prior: log-odds of the share of positives among the known labels of "
         "all clients; zero: about 0. auto: prior if model.freeze = 'backbone', otherwise zero.",
     )
+    class_token: bool = Field(
+        default=False,
+        description="vit, small-vit: heads that use means get the class token instead of the mean of the patch tokens, "
+        "as ViT's own classifier does.",
+    )
     width: Width | None = Field(
         default=None, description="The width of a trained layer between backbone and head. Default: no such layer."
     )

@@ -48,8 +48,8 @@ Means = NDArray[np.float32]  # (views, images, width)
 def freeze_and_add_neck(
     backbone: Backbone, model: ModelSettings, seed: int, pooled_shape: tuple[int, ...] | None = None
 ) -> Backbone:
-    """Apply `model.freeze`, `model.standardise` and `model.width`: freeze stages of the backbone, standardise its
-    features and add a trained neck.
+    """Apply `model.class_token`, `model.freeze`, `model.standardise` and `model.width`: choose the output of a
+    transformer, freeze stages of the backbone, standardise its features and add a trained neck.
 
     Args:
         backbone: a backbone as it was built.
@@ -67,6 +67,8 @@ def freeze_and_add_neck(
         backbone.frozen = tuple(stages if model.freeze == WHOLE else stages[: int(model.freeze)])
         for stage in backbone.frozen:
             stage.requires_grad_(False)
+    if pooled_shape is not None and model.class_token:
+        backbone.use_class_token()
     if pooled_shape is not None and model.freeze == WHOLE:
         backbone.pooling = PooledStages.of(model, backbone)
         if backbone.pooling is not None:
@@ -142,7 +144,8 @@ def store_frozen_features(
         drawn = (augmentation, seed, BATCH, _code_hash(registry.find("augmentation", augmentation)))
     if backbone.pooling is not None:
         drawn += (backbone.pooling, _code_hash(PooledStages))
-    key = content_key("tokens", store_key(store), _digest(backbone), _code_hash(type(backbone)), scale, views, *drawn)
+    network = (_digest(backbone), _code_hash(type(backbone)), tuple(shape))
+    key = content_key("tokens", store_key(store), *network, scale, views, *drawn)
     fill = _FeatureWriter(backbone, store, augmentation, views, seed, normalise, progress)
 
     def tokens() -> Tokens:

@@ -72,6 +72,10 @@ class Backbone(nn.Module):
             "model.stages out, or give the class a method stage_outputs."
         )
 
+    def use_class_token(self) -> None:
+        """Give the class token as one vector per image instead of the map (`model.class_token`)."""
+        raise ConfigError(f"model.class_token = true, but the backbone {type(self).__name__} has no class token.")
+
     def load(self, weights: dict[str, Tensor], origin: str) -> None:
         """Load all weights by name; for grey images the colour filters of the first layer are summed."""
         first = next((f"{name}.weight" for name, m in self.named_modules() if isinstance(m, nn.Conv2d)), "")

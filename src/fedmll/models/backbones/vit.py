@@ -4,6 +4,8 @@
              untrained ViT-B/16 (12 layers of width 768, 12 heads, patches of 16 × 16). Its trained weights are
              google/vit-base-patch16-224-in21k on the hub.
 `small-vit`  untrained, of `model.channels`: as many layers as numbers, the last one its width.
+
+A head that uses the mean of the tokens can have the class token instead: `model.class_token`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ TOKENS = 8  # a small transformer's map has about 8 × 8
 
 
 class VisionTransformer(Backbone):
-    """The class token takes part in the attention and is left out of the map."""
+    """The output is the map of the patch tokens, without the class token; or the class token alone."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -43,6 +45,7 @@ class VisionTransformer(Backbone):
         config: Any = network.config
         self.width = config.hidden_size
         self.patch = config.patch_size
+        self.gives_class_token = False
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -56,14 +59,20 @@ class VisionTransformer(Backbone):
         return [network.embeddings, *layers, nn.ModuleList([last, network.layernorm])]
 
     def forward(self, images: Tensor) -> Tensor:
-        return self._as_map(self.network(pixel_values=images).last_hidden_state, images)
+        return self._output(self.network(pixel_values=images).last_hidden_state, images)
 
     def stage_outputs(self, images: Tensor, wanted: frozenset[int]) -> dict[int, Tensor]:
         outputs = self.network(pixel_values=images, output_hidden_states=True)
-        found = {number: self._as_map(outputs.hidden_states[number], images) for number in wanted}
-        return found | {-1: self._as_map(outputs.last_hidden_state, images)}
+        found = {number: self._output(outputs.hidden_states[number], images) for number in wanted}
+        return found | {-1: self._output(outputs.last_hidden_state, images)}
 
-    def _as_map(self, tokens: Tensor, images: Tensor) -> Tensor:
+    def use_class_token(self) -> None:
+        self.gives_class_token = True
+
+    def _output(self, tokens: Tensor, images: Tensor) -> Tensor:
+        """The class token is the first one."""
+        if self.gives_class_token:
+            return tokens[:, 0]
         rows, columns = images.shape[2] // self.patch, images.shape[3] // self.patch
         return tokens[:, 1:].transpose(1, 2).unflatten(-1, (int(rows), int(columns)))
 
