@@ -208,7 +208,7 @@ def run_flower(rehearsal: Rehearsal, folder: Path) -> tuple[list[dict[str, float
     (project / "quickstart" / "server_app.py").write_text(SERVER)
     test = load_server_data(rehearsal.experiment, Callback()).test
     settings = json.loads(
-        rehearsal.experiment.model_dump_json(exclude_none=True, exclude={"data": True, "sites": True})
+        rehearsal.experiment.model_dump_json(exclude_none=True, exclude={"data": True, "study": True, "sites": True})
     )
     setup = StudySetup(
         run="bench",

@@ -47,7 +47,7 @@ def describe_type(kind: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
         if arguments[-1] is Ellipsis:
             return "list of " + re.sub(r"^(integer|number|string)", r"\1s", describe_type(arguments[0]))
         return f"[{', '.join(describe_type(argument) for argument in arguments)}]"
-    if inspect.isclass(kind) and issubclass(kind, BaseModel):
+    if origin is dict or (inspect.isclass(kind) and issubclass(kind, BaseModel)):
         return "table"
     return PLAIN_TYPES.get(kind, getattr(kind, "__name__", str(kind))) + describe_range(metadata)
 
@@ -94,8 +94,19 @@ def first_paragraph(text: str | None) -> str:
 
 def section_model(field: FieldInfo) -> type[BaseModel] | None:
     """The model of a section; None for a plain setting such as `seed`."""
-    candidates = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in candidates if inspect.isclass(kind) and issubclass(kind, BaseModel)), None)
+    return _find_model(field.annotation)
+
+
+def _find_model(kind: Any) -> type[BaseModel] | None:
+    if inspect.isclass(kind) and issubclass(kind, BaseModel):
+        return kind
+    return next((found for argument in get_args(kind) if (found := _find_model(argument)) is not None), None)
+
+
+def heading(name: str, field: FieldInfo) -> str:
+    """`[data]`, or `[[sites]]` for a section that can be repeated."""
+    repeated = "tuple[" in str(field.annotation)
+    return f"[[{name}]]" if repeated else f"[{name}]"
 
 
 def settings_table(model: type[BaseModel], prefix: str) -> list[str]:
@@ -130,7 +141,7 @@ def settings_page() -> str:
         model = section_model(field)
         if model is None:
             continue
-        lines += ["", f"## [{name}]", "", field.description or first_paragraph(model.__doc__), ""]
+        lines += ["", f"## {heading(name, field)}", "", field.description or first_paragraph(model.__doc__), ""]
         lines += settings_table(model, "")
         if model.model_config.get("extra") == "allow":
             lines += [

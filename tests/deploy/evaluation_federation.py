@@ -53,7 +53,7 @@ def run_without_server_data(
         return reply if changed is message else FlowerMessage(to_records(changed, info), reply_to=sent)
 
     grid.tamper = tamper
-    own = {"data.size": 8, "sites.classes": list(classes), "sites.channels": 1, "partition.holdout": 0.4}
+    own = {"data.size": 8, "study.classes": list(classes), "study.channels": 1, "partition.holdout": 0.4}
     experiment = consortium.experiment("none", **{"training__rounds": 1, **changes}).changed(own)
     RunFolder(folder / "out").create(experiment)
     usual: dict[str, Any] = {"min_clients": 2, "round_timeout": 5, "join_timeout": 2, "run": "run1"}

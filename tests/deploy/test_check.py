@@ -56,7 +56,7 @@ def rewrite(site: Site, change: dict[str, str]) -> None:
 
 
 def make_study(*classes: str, **more: object) -> Experiment:
-    return Experiment.make({"data": {"name": "none", "size": 32}, "sites": {"classes": classes, **more}})
+    return Experiment.make({"data": {"name": "none", "size": 32}, "study": {"classes": classes, **more}})
 
 
 def results_for(found: SiteCheck, topic: str) -> list[tuple[str, str]]:
@@ -272,7 +272,7 @@ class TestCommand:
 
     def test_bad_from_settings_and_study(self, site: Site, tmp_path: Path) -> None:
         (tmp_path / "names.csv").write_text("own,study\nMass,mass\n")
-        (tmp_path / "study.toml").write_text('[data]\nname = "none"\n[sites]\nclasses = ["mass", "Nodule"]\n')
+        (tmp_path / "study.toml").write_text('[data]\nname = "none"\n[study]\nclasses = ["mass", "Nodule"]\n')
         (tmp_path / "site.toml").write_text(
             f'csv = "{site.csv}"\nimages = "{site.images}"\nrename = "{tmp_path / "names.csv"}"\n'
             f'state-dir = "{site.state_dir}"\nstudy = "{tmp_path / "study.toml"}"\nskip-unreadable = true\n'

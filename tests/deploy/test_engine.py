@@ -115,8 +115,8 @@ def test_held_out_data_is_averaged_by_size(consortium: Consortium, tmp_path: Pat
     experiment = consortium.experiment("none", training__rounds=1).changed(
         {
             "data.size": 8,
-            "sites.classes": [f"digit-{n}" for n in range(10)],
-            "sites.channels": 1,
+            "study.classes": [f"digit-{n}" for n in range(10)],
+            "study.channels": 1,
             "partition.holdout": 0.2,
         }
     )

@@ -268,7 +268,7 @@ def test_rejected_site_shows_why(
 
 
 def test_stored_experiment_of_a_server_without_data_has_no_composites() -> None:
-    values = {"data": {"name": "none", "size": 8}, "sites": {"classes": ["a", "b"], "channels": 1}}
+    values = {"data": {"name": "none", "size": 8}, "study": {"classes": ["a", "b"], "channels": 1}}
     text = resolve_for_sites(Experiment.make(values), (1, 8, 8)).to_toml()
     for meaningless in ("layout", "singles", "pairs", "beta", "labels_per_client", "presence", "unassignable"):
         assert f"{meaningless} =" not in text

@@ -264,7 +264,7 @@ def test_names_and_sentences_are_not_taken_for_paths() -> None:
 
 
 def test_settings_that_a_site_does_not_need_are_not_checked() -> None:
-    told = {"data": {"root": "/etc"}, "plugins": ["/x.py"], "engine": {"workers": 9}, "sites": {}, "seed": 3}
+    told = {"data": {"root": "/etc"}, "plugins": ["/x.py"], "engine": {"workers": 9}, "study": {}, "seed": 3}
     assert file_references.resolve_files(told, ()) == {"seed": 3}
     with pytest.raises(SiteError, match="not a table"):
         file_references.resolve_files([1], ())  # type: ignore[arg-type]

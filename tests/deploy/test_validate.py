@@ -52,7 +52,7 @@ def only_validates(consortium: Consortium, folder: Path, grid: FakeGrid) -> None
 def served(
     consortium: Consortium, folder: Path, grid: FakeGrid, **changes: Any
 ) -> tuple[round_loop.Result, RecordingCallback]:
-    own = {"data.size": 8, "sites.classes": CLASSES, "sites.channels": 1, "partition.holdout": 0.4}
+    own = {"data.size": 8, "study.classes": CLASSES, "study.channels": 1, "partition.holdout": 0.4}
     experiment = consortium.experiment("none", training__rounds=2, **changes).changed(own)
     RunFolder(folder / "out").create(experiment)
     hear = RecordingCallback()
@@ -106,7 +106,7 @@ def test_validator_data_is_in_the_pooled_and_in_the_site_evaluation(over: Simple
 
 
 def test_validator_does_not_change_the_model(over: SimpleNamespace, consortium: Consortium, tmp_path: Path) -> None:
-    own = {"data.size": 8, "sites.classes": CLASSES, "sites.channels": 1, "partition.holdout": 0.4}
+    own = {"data.size": 8, "study.classes": CLASSES, "study.channels": 1, "partition.holdout": 0.4}
     experiment = consortium.experiment("none", training__rounds=2).changed(own)
     RunFolder(tmp_path / "out").create(experiment)
     server = ServerSettings(

@@ -82,6 +82,10 @@ def describe_data(
     co_occurrence_of: Annotated[
         int, typer.Option(min=0, max=8, help="Also draw the co-occurrence of labels at the N largest clients.")
     ] = 0,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="Of several sites: write the number of labels of each site and class."),
+    ] = None,
 ) -> None:
     """Show the data of an experiment: samples per client and class, labels per sample, frequent pairs of labels."""
     import numpy as np
@@ -96,6 +100,12 @@ def describe_data(
     counts = label_statistics.count_labels(found.train.labels, found.samples)
     console.print(label_statistics.label_table(counts, found.names, classes))
     write_image(out, label_statistics.draw_label_map(counts.positives, found.names, classes, counts.known))
+    if found.experiment.sites is not None:
+        from fedmll.reports.figures.site_labels import site_label_table
+
+        print_table("training data of each site: present / absent / unknown", *site_label_table(found))
+    if csv is not None:
+        write_site_labels(found, csv)
     touched = ", ".join(f"{count} samples {rule}" for rule, count in found.report.items() if count)
     held_out = f"; {len(found.held_out)} held out for validation" if len(found.held_out) else ""
     say(f"{found.sizes.sum()} training samples{held_out}{'; ' + touched if touched else ''}")
@@ -111,6 +121,16 @@ def describe_data(
     }
     label_statistics.write_co_occurrence(second, statistics, classes, of_clients)
     say(f"images written to {out} and {second}")
+
+
+def write_site_labels(found: Federation, csv: Path) -> None:
+    from fedmll.core import files
+    from fedmll.reports.figures.site_labels import site_labels_csv
+
+    if found.experiment.sites is None:
+        raise ConfigError("--csv is for experiments with [[sites]]; this data has one source.")
+    files.write_atomic(csv, site_labels_csv(found))
+    say(f"labels of each site and class written to {csv}")
 
 
 @data_app.command("freeze")

@@ -17,7 +17,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.text import printable
 from fedmll.data.federation import Federation
 from fedmll.evaluation.metric_definitions import ROUND_TABLE, metrics_in
-from fedmll.runs.formatting import format_number, headline_metrics
+from fedmll.runs.formatting import by_site_table, format_number, headline_metrics
 from fedmll.runs.run_folder import MetricsRow
 from fedmll.training.callbacks import Callback, Result
 
@@ -201,8 +201,15 @@ def result_table(result: Result) -> Table:
     return plain_table(title, ("metric", "test, %"), headline_metrics(result))
 
 
+def show_by_site(summary: dict[str, Any]) -> None:
+    header, rows = by_site_table(summary)
+    if rows:
+        console.print(plain_table("by site, %", header, rows))
+
+
 def show_result(result: Result) -> None:
     console.print(result_table(result))
+    show_by_site(result.summary)
     for family, (averages, lacking) in LEFT_OUT.items():
         if names := result.summary["left_out"].get(family):
             listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

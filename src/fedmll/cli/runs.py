@@ -52,6 +52,7 @@ def show(folder: Annotated[Path, typer.Argument(help="The folder of a run or of 
 
 
 def _show_run(run: RunRecord) -> None:
+    from fedmll.cli.display import show_by_site
     from fedmll.cli.server import show_site_metrics
     from fedmll.runs.run_folder import RunState
     from fedmll.runs.run_overview import headline_table
@@ -62,6 +63,7 @@ def _show_run(run: RunRecord) -> None:
     if run.metrics:
         print_table("" if run.is_finished else f"after round {run.metrics.get('round', '?')}", *headline_table(run))
     if run.is_finished:
+        show_by_site(run.summary)
         show_site_metrics(run.folder.path)
     _explain([run])
     _warn_about_damage([run])

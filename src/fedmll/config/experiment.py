@@ -22,7 +22,8 @@ from fedmll.config.settings import (
     ParticipationSettings,
     PartitionSettings,
     SettingsSection,
-    SitesSettings,
+    SiteSettings,
+    StudySettings,
     TrainingSettings,
 )
 from fedmll.config.toml_values import flatten, merge_overrides, read_toml, validate
@@ -33,6 +34,12 @@ def _absolute_unique(files: Any) -> Any:
     if not isinstance(files, list | tuple) or not all(isinstance(file, str | Path) for file in files):
         return files  # pydantic explains what is wrong
     return tuple(dict.fromkeys(str(Path(file).expanduser().absolute()) for file in files))
+
+
+def _list_of_sites(sites: Any) -> Any:
+    if isinstance(sites, Mapping) and not {"name", "data"} & sites.keys():
+        raise ValueError("[sites] is called [study] now; [[sites]] lists sites with data of their own")
+    return (sites,) if isinstance(sites, Mapping) else sites
 
 
 class Experiment(SettingsSection):
@@ -51,7 +58,8 @@ class Experiment(SettingsSection):
     training: TrainingSettings = TrainingSettings()
     participation: ParticipationSettings = ParticipationSettings()
     engine: EngineSettings = EngineSettings()
-    sites: SitesSettings | None = None
+    study: StudySettings | None = None
+    sites: Annotated[tuple[SiteSettings, ...], BeforeValidator(_list_of_sites), Field(min_length=1)] | None = None
     plugins: Annotated[tuple[str, ...], BeforeValidator(_absolute_unique)] = Field(
         default=(),
         description="Plug-in files (--plugin). Plug-ins of installed packages are found without being named.",
@@ -135,7 +143,9 @@ class Experiment(SettingsSection):
 
     def differs(self, saved: Experiment) -> list[str]:
         """The keys whose value differs in a saved experiment; settings that are open here do not count."""
-        ours, theirs = flatten(self.model_dump(mode="json")), flatten(saved.model_dump(mode="json"))
+        without: Any = {"sites": {"__all__": {"root"}}}  # their contents have hashes of their own
+        ours = flatten(self.model_dump(mode="json", exclude=without))
+        theirs = flatten(saved.model_dump(mode="json", exclude=without))
         return [
             key
             for key in sorted(ours.keys() | theirs.keys())
@@ -171,9 +181,12 @@ class Experiment(SettingsSection):
         number of rounds.
         """
         without: Any = {"engine": True, "plugins": True, "data": {"root"}, "training": {"rounds"}}
-        without |= {"sites": True} if self.sites is None else {}
+        without |= {"study": True} if self.study is None else {}
+        without |= {"sites": True if self.sites is None else {"__all__": {"root"}}}
         values = self.prepared().model_dump(mode="json", exclude=without)
         values["data"]["name"] = self.data.label
+        for values_of_site, site in zip(values.get("sites") or (), self.sites or (), strict=True):
+            values_of_site["data"] = site.label
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fedmll.config.settings import AUTO, RUN, MethodSettings, ModelSettings
+from fedmll.config.settings import (
+    AUTO,
+    RUN,
+    SITES,
+    ClientPartition,
+    DataSettings,
+    MethodSettings,
+    ModelSettings,
+    PartitionSettings,
+)
 from fedmll.config.toml_values import flatten, merge_overrides, validate, without_none
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError
@@ -36,15 +45,18 @@ def resolve(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
     decided = config.resolve(experiment)
     options = merge_overrides(config.options.model_dump(), {name: value for name, (value, _) in decided.items()})
     notes = tuple(f"method.{name} = {value} ({why})" for name, (value, why) in decided.items() if why)
-    source = registry.all_of("source").get(experiment.data.source)  # None: a server without data
+    experiment = _resolve_sites(experiment)
+    sites = experiment.sites or ()
+    names = [site.source for site in sites] or [experiment.data.source]
+    source = registry.all_of("source").get(names[0])  # None: a server without data
     has_features = source is not None and not source.images
-    may_be_natural = source is not None and source.has_clients
+    may_be_natural = bool(sites) or (source is not None and source.has_clients)
     updates: dict[str, Any] = {
         "method": MethodSettings(name=requested.name, **without_none(options)),
         "training": experiment.training.model_copy(update=_training_updates(experiment, method, config)),
         "model": _resolve_model(experiment.model, has_features),
     }
-    if experiment.partition.clients is None and experiment.partition.kind not in ("natural", "file", AUTO):
+    if experiment.partition.clients is None and experiment.partition.kind not in ("natural", "file", AUTO, SITES):
         updates["partition"] = experiment.partition.model_copy(update={"clients": DEFAULT_CLIENTS})
     resolved = experiment.model_copy(update=updates)
     _check_names(resolved, has_features)
@@ -55,6 +67,51 @@ def resolve(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
     _check_none(options, config.options.model_dump())
     config.check(resolved)
     return resolved, notes
+
+
+def _resolve_sites(experiment: Experiment) -> Experiment:
+    """Name the data of [[sites]], make their folders absolute, and reject settings that each site has for itself."""
+    data, partition, sites = experiment.data, experiment.partition, experiment.sites
+    if sites is None:
+        if data.name == SITES:
+            raise ConfigError("data.name = 'sites' needs [[sites]]: one for each site, with its name and its data.")
+        return experiment
+    if data.name not in (SITES, DataSettings().name) or (data.name != SITES and "name" in data.model_fields_set):
+        raise ConfigError(f"data.name = '{data.name}' and [[sites]] exclude each other; leave one of them out.")
+    for setting in ("classes", "ignore", "group", "uncertain_labels", "encoding"):
+        if getattr(data, setting):
+            raise ConfigError(f"data.{setting} is for data from one source; with [[sites]], write it into each site.")
+    default = PartitionSettings()
+    differing = [name for name in ClientPartition.model_fields if getattr(partition, name) != getattr(default, name)]
+    if partition.kind in (SITES, "file"):
+        differing.remove("kind")
+    if differing:
+        raise ConfigError(
+            f"partition.{differing[0]} is for data from one source; with [[sites]], each site says how it is divided "
+            "([sites.partition])."
+        )
+    if experiment.annotation.kind != "none":
+        raise ConfigError(
+            f"annotation.kind = '{experiment.annotation.kind}': with [[sites]] the sources say which classes are "
+            "annotated. Leave it out."
+        )
+    seen: dict[Any, str] = {}
+    resolved = []
+    for site in sites:
+        root = site.root if site.root is None or data.root is not None else site.root.expanduser().absolute()
+        resolved.append(site.model_copy(update={"root": root}))
+        for key in (site.name, (site.data, root)):
+            if key in seen:
+                what = "have the same name" if key == site.name else f"read the same data ({site.data})"
+                raise ConfigError(f"[[sites]]: '{seen[key]}' and '{site.name}' {what}. Change one of them.")
+            seen[key] = site.name
+        if site.partition is not None and site.partition.kind in ("feature-skew", "file", SITES):
+            raise ConfigError(
+                f"[[sites]] '{site.name}': partition.kind = '{site.partition.kind}' is for all data, not for one site."
+            )
+        _ = site.reading  # raises if the window is empty or a column is named twice
+    named = data.model_copy(update={"name": SITES})
+    return experiment.model_copy(update={"data": named, "sites": tuple(resolved)})
 
 
 def _training_updates(experiment: Experiment, method: Any, config: Any) -> dict[str, Any]:

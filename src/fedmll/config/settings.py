@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from fedmll.core.errors import ConfigError
+
+SITE_NAME = re.compile(r"[\w.-]{1,40}")
 
 
 def _absolute(path: Path) -> Path:
@@ -32,6 +35,18 @@ def _absolute_file_argument(name: str) -> str:
     kind, colon, file = name.partition(":")
     path = Path(file).expanduser()
     return f"{kind}:{path.absolute()}" if colon and path.exists() else name
+
+
+def _without_folders(name: str) -> str:
+    """`packed:FILE.npz` for `packed:/data/FILE.npz`"""
+    kind, colon, file = name.partition(":")
+    return f"{kind}{colon}{Path(file).name}"
+
+
+def _site_name(name: str) -> str:
+    if not SITE_NAME.fullmatch(name):
+        raise ValueError("a site's name has 1 to 40 letters, digits, dots, hyphens and underscores")
+    return name
 
 
 def _absolute_weights(value: str) -> str:
@@ -64,6 +79,7 @@ COMPOSITE = "ml-"  # prefix of a data source: composites of its images
 RUN = "run:"  # prefix of weights: the folder of an earlier run
 RANDOM = "random"  # weights of a frozen backbone that is meant to be untrained
 NO_DATA = "none"  # data.name of a server without test data
+SITES = "sites"  # data.name and partition.kind of an experiment with [[sites]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +212,7 @@ class DataSettings(SettingsSection):
     @property
     def label(self) -> str:
         """The name for people: a file without its folders."""
-        kind, colon, file = self.name.partition(":")
-        return f"{kind}{colon}{Path(file).name}"
+        return _without_folders(self.name)
 
     @property
     def reading(self) -> ReadingOptions:
@@ -216,8 +231,8 @@ class DataSettings(SettingsSection):
         return self.model_dump(include={"layout", "singles", "pairs"})
 
 
-class PartitionSettings(SettingsSection):
-    """Which client has which samples."""
+class ClientPartition(SettingsSection):
+    """How samples are divided among clients."""
 
     kind: str = Field(
         default=AUTO,
@@ -247,6 +262,11 @@ class PartitionSettings(SettingsSection):
         description="The number of samples of the smallest client. Default: one batch, or fewer if there are too few "
         "samples.",
     )
+
+
+class PartitionSettings(ClientPartition):
+    """Which client has which samples."""
+
     holdout: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = Field(
         default="auto",
         description="The fraction of its samples that a client holds out for validation. auto: 0.1, or 0 if the "
@@ -417,11 +437,74 @@ class ParticipationSettings(SettingsSection):
     )
 
 
-class SitesSettings(SettingsSection):
-    """The sites' data, for a real federation whose server has no data (data.name = "none")."""
+class StudySettings(SettingsSection):
+    """What the data of all sites has in common: for [[sites]], and for the server of a real federation that has no data
+    (data.name = "none")."""
 
-    classes: Annotated[tuple[str, ...], Field(min_length=1)] = Field(description="The names of the classes.")
-    channels: Literal[1, 3] = Field(default=3, description="Channels of the images: 1 (grey) or 3 (colour).")
+    classes: Names = Field(
+        default=(), description="The names of the classes. Default with [[sites]]: all classes of all sites."
+    )
+    channels: Literal[1, 3] | None = Field(
+        default=None,
+        description="Channels of the images: 1 (grey) or 3 (colour). Default: 3; with [[sites]], 1 if the images of "
+        "all sites are grey.",
+    )
+
+
+class SiteSettings(SettingsSection):
+    """One site of a simulated federation whose sites have different data sources. `[[sites]]` begins each."""
+
+    name: Annotated[str, AfterValidator(_site_name)] = Field(description="The name of the site, and of its client.")
+    data: Annotated[str, AfterValidator(_absolute_file_argument)] = Field(
+        description="The site's data source (`fedmll data list`)."
+    )
+    root: Path | None = Field(
+        default=None, description="The folder (or file) of the site's data; relative to data.root, if that is set."
+    )
+    rename: dict[str, Annotated[str, Field(min_length=1)]] = Field(
+        default={},
+        description="The site's class names and the study's: { sofa = \"couch\" }. Names that are not listed stay. "
+        "Several names can become one class, which is then present if one of them is.",
+    )
+    excludes: dict[str, Literal["all"] | Annotated[tuple[str, ...], Field(min_length=1)]] = Field(
+        default={},
+        description="What a label of the site says about others by definition: where it is present, these classes of "
+        'the study are absent unless they are known: { "No Finding" = "all" }.',
+    )
+    classes: Names = Field(default=(), description="As data.classes.")
+    ignore: Names = Field(default=(), description="As data.ignore.")
+    group: str | None = Field(default=None, description="As data.group.")
+    window: tuple[float, float] | None = Field(default=None, description="As data.window.")
+    skip_unreadable: bool = Field(default=False, description="As data.skip_unreadable.")
+    uncertain_labels: UncertainLabels | None = Field(default=None, description="As data.uncertain_labels.")
+    limit: Count | None = Field(
+        default=None, description="Use only this many training samples of the site, drawn by the seed."
+    )
+    partition: ClientPartition | None = Field(
+        default=None,
+        description="How the site's samples are divided among its clients. Default: the site is one client.",
+    )
+
+    @property
+    def reading(self) -> ReadingOptions:
+        return ReadingOptions(
+            classes=self.classes,
+            ignore=self.ignore,
+            group=self.group,
+            window=self.window,
+            skip_unreadable=self.skip_unreadable,
+            uncertain_labels=self.uncertain_labels,
+        )
+
+    @property
+    def source(self) -> str:
+        """The name of the source: `voc` for `voc:2007`."""
+        return self.data.removeprefix(COMPOSITE).partition(":")[0]
+
+    @property
+    def label(self) -> str:
+        """The name of its data for people: a file without its folders."""
+        return _without_folders(self.data)
 
 
 class EngineSettings(SettingsSection):

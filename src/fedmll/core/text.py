@@ -42,3 +42,8 @@ def confirm_at_terminal(question: str) -> bool:
 def confirm_always(question: str) -> bool:
     """The answer is known beforehand: the user gave it as an option, or the sites belong to the user (a simulation)."""
     return True
+
+
+def letters(name: str) -> str:
+    """Only letters and digits, in lower case: spellings differ in the rest."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -39,6 +39,7 @@ class Dataset:
             has it.
         tokens: float16 (views, M, width, rows, columns), the store's features from a frozen backbone; view 0 is not
             augmented. If the head needs only their mean: float32 (views, M, width).
+        sites: (N,) strings, the site (`[[sites]]`) that each sample comes from, if there are sites.
         files: (M,) strings, the image file of each sample of the store, if the source has it.
     """
 
@@ -50,6 +51,7 @@ class Dataset:
     patients: NDArray[np.str_] | None = None
     tokens: NDArray[np.float16] | NDArray[np.float32] | None = None
     files: NDArray[np.str_] | None = None
+    sites: NDArray[np.str_] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -65,7 +67,7 @@ class Dataset:
                 "samples must be uint8 images (N, channels, height, width) or float32 features (N, width); "
                 f"they are {self.store.dtype} {self.store.shape}."
             )
-        for name, values in (("groups", self.groups), ("patients", self.patients)):
+        for name, values in (("groups", self.groups), ("patients", self.patients), ("sites", self.sites)):
             if values is not None and len(values) != len(self.rows):
                 raise DataError(
                     f"there are {len(self.rows)} samples and {len(values)} {name}; one per sample is needed."
@@ -111,7 +113,15 @@ class Dataset:
         """The samples at `positions` of this dataset; the store is shared."""
         groups = None if self.groups is None else self.groups[positions]
         patients = None if self.patients is None else self.patients[positions]
-        return replace(self, rows=self.rows[positions], labels=self.labels[positions], groups=groups, patients=patients)
+        sites = None if self.sites is None else self.sites[positions]
+        return replace(
+            self,
+            rows=self.rows[positions],
+            labels=self.labels[positions],
+            groups=groups,
+            patients=patients,
+            sites=sites,
+        )
 
     def with_labels(self, labels: NDArray[np.int8]) -> Dataset:
         """The same samples with other targets, for example with some of them unknown."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.config.experiment import Experiment
+from fedmll.config.settings import AUTO, SITES, ClientPartition
 from fedmll.core.errors import ConfigError
 from fedmll.core.seeding import numpy_generator
 from fedmll.data import annotation, participation, sources
@@ -18,6 +20,7 @@ from fedmll.data.dataset import UNKNOWN, Dataset, Splits
 from fedmll.data.fingerprint import Fingerprint, compute_fingerprints
 from fedmll.data.images.cache import Progress, no_progress
 from fedmll.data.partition import Partition, apply_feature_skew, partition
+from fedmll.data.sites import join_partitions, load_sites, site_seed
 from fedmll.data.targets import choose_whole_groups
 
 HOLDOUT = 0.1  # the fraction that clients hold out if the source has no validation data
@@ -95,6 +98,13 @@ class Federation:
         return np.array([len(rows) for rows in self.samples])
 
     @cached_property
+    def annotated_by_site(self) -> dict[str, NDArray[np.bool_]]:
+        """With [[sites]]: site → (C,) the classes of which its training data has a label."""
+        sites, labels = self.source.sites, self.source.labels
+        names = [site.name for site in self.experiment.sites or ()]
+        return {} if sites is None else {name: (labels[sites == name] != UNKNOWN).any(0) for name in names}
+
+    @cached_property
     def active_clients(self) -> NDArray[np.int64]:
         """The clients with data. In a real federation some clients may not have joined yet, or may have left."""
         return np.flatnonzero(self.sizes)
@@ -122,7 +132,12 @@ def build(experiment: Experiment, progress: Progress = no_progress) -> Federatio
     """
     experiment = experiment.prepared()
     data = experiment.data
-    splits = sources.load(data.name, data.root, data.size, experiment.seed, data.composition, progress, data.reading)
+    if experiment.sites is not None:
+        splits = load_sites(experiment, progress)
+    else:
+        splits = sources.load(
+            data.name, data.root, data.size, experiment.seed, data.composition, progress, data.reading
+        )
     derived = _derive_settings(splits)
     experiment = experiment.settled(derived)
     splits = _restrict(experiment, splits)
@@ -191,6 +206,8 @@ def _derive_settings(splits: Splits) -> dict[str, Any]:
     """Also the kind of partition, the size of the images and the range of their values."""
     found = derive_settings(splits.train.sample_shape, splits.validation is not None)
     found["partition.kind"] = "dirichlet" if splits.train.groups is None else "natural"
+    if splits.train.sites is not None:
+        found["partition.kind"] = SITES
     if splits.size is not None:
         height, width = splits.size
         found["data.size"] = height if height == width else splits.size
@@ -208,14 +225,21 @@ def _split_off_server(experiment: Experiment, train: Dataset) -> tuple[NDArray[n
 
 
 def divide(experiment: Experiment, train: Dataset) -> Partition:
-    setting = experiment.partition
+    if experiment.partition.kind == SITES and experiment.sites is not None:
+        return _divide_sites(experiment, train)
+    return _divide(experiment, experiment.partition, train, experiment.seed, experiment.partition.file)
+
+
+def _divide(
+    experiment: Experiment, setting: ClientPartition, train: Dataset, seed: int, file: Path | None = None
+) -> Partition:
     # By default one batch, but at most half of an equal share: the minimum must not undo the requested skew.
     minimum = max(1, min(experiment.training.batch_size, len(train) // (2 * (setting.clients or 1))))
     return partition(
         train.labels,
         setting.kind,
         setting.clients,
-        experiment.seed,
+        seed,
         beta=setting.beta,
         presence=setting.presence,
         unassignable=setting.unassignable,
@@ -223,8 +247,31 @@ def divide(experiment: Experiment, train: Dataset) -> Partition:
         minimum=setting.minimum or minimum,
         groups=train.patients if train.groups is None else train.groups,
         classes=train.classes,
-        file=setting.file,
+        file=file,
     )
+
+
+def _divide_sites(experiment: Experiment, train: Dataset) -> Partition:
+    """Divide the samples of each site among its own clients. A site without a partition is one client."""
+    parts = {}
+    for site in experiment.sites or ():
+        rows = np.flatnonzero(train.sites == site.name)
+        if not len(rows):
+            raise ConfigError(f"[[sites]] '{site.name}' has no training samples left. Raise data.limit.")
+        columns = np.flatnonzero((train.labels[rows] != UNKNOWN).any(0))
+        own = train.subset(rows).select_classes(columns)
+        setting = site.partition or ClientPartition(kind="iid", clients=1)
+        if setting.kind == AUTO:
+            named = own.groups is not None and bool((own.groups != "").all())
+            setting = setting.model_copy(update={"kind": "natural" if named else "dirichlet"})
+        if setting.clients is None and setting.kind != "natural":
+            raise ConfigError(f"[[sites]] '{site.name}': its partition needs the number of clients (clients = …).")
+        try:
+            found = _divide(experiment, setting, own, site_seed(experiment.seed, site.name))
+        except ConfigError as error:
+            raise ConfigError(f"[[sites]] '{site.name}': {error}") from error
+        parts[site.name] = (rows, columns, found)
+    return join_partitions(train.labels, parts)
 
 
 # Held-out data
@@ -240,7 +287,7 @@ def _hold_out(
     share, names = float(experiment.partition.holdout), divided.names
     if divided.held_out is not None:
         parts = [(np.setdiff1d(rows, held), held) for rows, held in zip(divided.clients, divided.held_out, strict=True)]
-    elif experiment.data.group is None or train.patients is None:
+    elif train.patients is None or (experiment.data.group is None and experiment.sites is None):
         clients = zip(names, divided.clients, strict=True)
         parts = [split_holdout(rows, share, experiment.seed, name) for name, rows in clients]
     else:
@@ -254,9 +301,10 @@ def _hold_out(
         parts = [(rows[~chosen[number[rows]]], rows[chosen[number[rows]]]) for rows in divided.clients]
         empty = next((name for name, (kept, _) in zip(names, parts, strict=True) if not len(kept)), None)
         if empty is not None:
+            group = experiment.data.group or "patient"
             raise ConfigError(
                 f"partition.holdout = {share} leaves client {empty} without training samples: some client holds out "
-                f"each '{experiment.data.group}' that it has. Lower partition.holdout or partition.clients."
+                f"each '{group}' that it has. Lower partition.holdout or partition.clients."
             )
     return tuple(kept for kept, _ in parts), [held for _, held in parts]
 

@@ -80,7 +80,7 @@ def resolve_for_sites(experiment: Experiment, shape: tuple[int, ...]) -> Experim
 def settings_for_sites(experiment: Experiment) -> dict[str, Any]:
     """The settings that sites receive: not where the server's data is, and none of the server's own settings."""
     values: dict[str, Any] = json.loads(
-        experiment.model_dump_json(exclude_none=True, exclude={"data", "sites", "engine", "plugins"})
+        experiment.model_dump_json(exclude_none=True, exclude={"data", "study", "sites", "engine", "plugins"})
     )
     name = values["method"].pop("name")
     values["method"] = {"name": name} | config_of(experiment).values_for_sites(values["method"])

@@ -40,7 +40,7 @@ from fedmll.reports.figures import (
     pseudo_labels,
 )
 from fedmll.reports.result_table import ResultTable, rankable, result_table
-from fedmll.runs.formatting import dicts_to_csv, mean_and_std, to_json
+from fedmll.runs.formatting import by_site_table, dicts_to_csv, mean_and_std, to_json
 from fedmll.runs.run_folder import RunState
 from fedmll.runs.run_overview import RunRecord
 
@@ -109,6 +109,11 @@ def render_page(
         shared=shared,
         differing=differing if len(compared.rows) > 1 else [],
         table=table,
+        by_site=[
+            (row.label, *by_site_table(row.first.summary))
+            for row in compared.rows
+            if row.finished and row.first.summary.get("by_site")
+        ],
         reproductions=compared.reproductions,
         charts={chart.name: chart for chart in charts},
         model_figures=[(label, [(one, data_url(one)) for one in of_row]) for label, of_row in figures if of_row],
@@ -199,6 +204,7 @@ PARTITIONS = {
     "natural": "divided among {clients} by the sites that it comes from",
     "labels-per-client": "divided among {clients} with {labels_per_client} classes each",
     "iid": "divided among {clients} at random",
+    "sites": "held by {clients} of sites with different data and label sets",
 }
 PARTS = (("train", "training"), ("validation", "validation"), ("test", "test"))
 NO_DATA = "none"  # data.name at the server of a federation between machines

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fedmll.core import files, registry
 from fedmll.evaluation.metric_definitions import CLIENT_MEAN, CLIENT_WORST, ERROR, HEADLINE, metrics_in
+from fedmll.evaluation.site_metrics import SHARED
 
 if TYPE_CHECKING:
     from fedmll.training.callbacks import Result
@@ -44,6 +45,20 @@ def headline_metrics(result: Result) -> list[tuple[str, str]]:
         for name in [*metrics_in(HEADLINE), *registry.find_added("metric")]
         if name in result.metrics
     ]
+
+
+BY_SITE = ("macro_auc", "map", "macro_f1", "micro_f1")
+
+
+def by_site_table(summary: Mapping[str, Any]) -> TextTable:
+    """The metrics by site of a finished run with [[sites]]: header and rows; no rows for other runs."""
+    rows = []
+    for group in summary.get("by_site", ()):
+        name = SHARED if group["site"] is None else str(group["site"])
+        label = f"{name}, only its own classes" if group["only"] else name
+        values = [format_number(group["metrics"].get(metric)) for metric in BY_SITE]
+        rows.append([label, f"{group['samples']:,}", str(len(group["classes"])), *values])
+    return ["test data of", "samples", "classes", *BY_SITE], rows
 
 
 def _error_bound(result: Result, name: str) -> str:

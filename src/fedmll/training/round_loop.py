@@ -27,6 +27,7 @@ from fedmll.engines.base import Engine, RoundResult
 from fedmll.engines.local import LocalEngine
 from fedmll.evaluation.evaluate import Evaluation
 from fedmll.evaluation.metric_definitions import LOG, SELECTION, metrics_in
+from fedmll.evaluation.site_metrics import evaluate_by_site
 from fedmll.evaluation.thresholds import best_thresholds
 from fedmll.inference.model_file import describe_model, write_model
 from fedmll.runs.run_folder import PER_CLASS_FILE, PER_CLIENT_FILE, SUMMARY_FILE, MetricsRow, RunFolder
@@ -386,4 +387,13 @@ class _TrainingLoop:
             **{name: sum(row[name] for row in rows) for name in ("bytes_up", "bytes_down")},
             "metrics": evaluation.values,
             "left_out": evaluation.report.left_out,
+            **_by_site(data, evaluation),
         }
+
+
+def _by_site(data: Federation, evaluation: Evaluation) -> dict[str, Any]:
+    """The metrics of each site, if the data comes from several (`[[sites]]`) and there is one model for all."""
+    scores, test = evaluation.scores.get("test"), data.test
+    if scores is None or test.sites is None:
+        return {}
+    return {"by_site": evaluate_by_site(scores, test.labels, test.sites, test.classes, data.annotated_by_site)}

@@ -78,6 +78,8 @@ def store_key(store: NDArray[np.uint8]) -> str:
     """The cache key of an image store. A store in the cache has the key as its file name and is not read again."""
     if (own := getattr(store, "key", None)) is not None:  # images that are decoded on demand
         return str(own)
+    if (joined := getattr(store, "cache_key", None)) is not None:  # a JoinedStore
+        return str(joined)
     path = mapped_file(store)
     return path.stem if path is not None and path.parent == image_folder() else content_key(store)
 

@@ -65,6 +65,7 @@ class Source:
         variants: possible arguments, for sources with several variants (`voc:2007`); "" is no argument.
         composes: whether each image has one label, so that `ml-NAME` can be made of them.
         group: the column whose samples stay on one side of each split, with the publisher's name ("Patient ID").
+        nothing: the publisher's label of a sample that has none of the classes, if it is not a class ("No Finding").
         settings: the settings of `ReadingOptions` that this source uses.
         classes: the number of classes, or a mapping from variant to number.
         licence: for `fedmll data list`.
@@ -81,6 +82,7 @@ class Source:
     variants: tuple[str, ...] = ()
     composes: bool = True
     group: str = ""
+    nothing: str = ""
     settings: tuple[str, ...] = ()
     classes: int | Mapping[str, int] | None = None
     licence: str = ""

@@ -110,6 +110,7 @@ register("source", "chestxray14")(
         variants=("", PA),
         composes=False,
         group=PATIENT,
+        nothing=NOTHING,
         classes=len(CLASSES),
         licence="NIH, with attribution",
         published={"": {"train": 86524, "test": 25596}},

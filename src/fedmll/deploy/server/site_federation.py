@@ -43,15 +43,20 @@ class ServerData:
 def load_server_data(experiment: Experiment, callback: Callback) -> ServerData:
     """Load what the experiment names as the server's data."""
     data = experiment.data
+    if experiment.sites is not None:
+        raise ConfigError(
+            "[[sites]] describes a simulation; in a real federation each site reads its own data. Give the server's "
+            "own test data with data.name, or data.name = 'none' and [study]."
+        )
     if data.name == NO_DATA:
-        if experiment.sites is None or data.size is None:
+        if experiment.study is None or not experiment.study.classes or data.size is None:
             raise ConfigError(
                 "data.name = 'none' is for a server without test data. The experiment must then say what the clients "
-                "have: sites.classes = ['…', '…'] and data.size (and sites.channels = 1 for grey images)."
+                "have: study.classes = ['…', '…'] and data.size (and study.channels = 1 for grey images)."
             )
         height, width = (data.size, data.size) if isinstance(data.size, int) else data.size
-        store = np.zeros((0, experiment.sites.channels, height, width), np.uint8)
-        classes = experiment.sites.classes
+        store = np.zeros((0, experiment.study.channels or 3, height, width), np.uint8)
+        classes = experiment.study.classes
         return ServerData(Dataset(store, np.zeros((0, len(classes)), np.int8), classes), None)
     if data.name.startswith("folder:"):
         file = Path(data.name.partition(":")[2]).expanduser()

@@ -101,8 +101,8 @@ def check_site(
             results.append(CheckResult("data", "error", str(error)))
     else:
         results += [*_check_columns(table), *_check_copies(table), *_check_patients(site, table)]
-        if study is not None and study.sites is not None:
-            results += _check_class_names(table, study.sites.classes)
+        if study is not None and study.study is not None and study.study.classes:
+            results += _check_class_names(table, study.study.classes)
         results.append(_check_disk(site, len(table.paths), study))
     if study is not None:
         results.append(_show_digest(study, clients))
@@ -210,7 +210,7 @@ def _check_disk(site: Site, images: int, study: Experiment | None) -> CheckResul
     """Space for the prepared images, by the study's image size."""
     size = DEFAULT_SIZE if study is None or study.data.size is None else study.data.size
     height, width = (size, size) if isinstance(size, int) else size
-    channels = 3 if study is None or study.sites is None else study.sites.channels
+    channels = 3 if study is None or study.study is None else study.study.channels or 3
     needed = images * channels * height * width + SPARE_BYTES
     existing = next(folder for folder in (site.state_dir, *site.state_dir.parents) if folder.exists())
     free = shutil.disk_usage(existing).free

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedmll.core.errors import DataError
-from fedmll.core.text import suggest
+from fedmll.core.text import letters, suggest
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Dataset
 from fedmll.data.federation import split_holdout
 from fedmll.data.images.cache import Progress, no_progress
@@ -162,11 +162,11 @@ def find_annotated_classes(site: Site) -> tuple[str, ...]:
 def find_unknown_classes(site_classes: Sequence[str], classes: Sequence[str]) -> list[tuple[str, str]]:
     """The site's classes that the study does not have, each with a suggestion (`; did you mean …?`)."""
     missing = [name for name in classes if name not in site_classes]
-    by_letters = {_letters(name): name for name in missing}
+    by_letters = {letters(name): name for name in missing}
     found = []
     for name in site_classes:
         if name not in classes:
-            same = by_letters.get(_letters(name))
+            same = by_letters.get(letters(name))
             hint = f"; did you mean '{same}'?" if same is not None else suggest(name, missing or classes)
             found.append((name, hint))
     return found
@@ -183,11 +183,6 @@ def check_known_classes(site: Site, site_classes: Sequence[str], classes: Sequen
             f"'{site.csv}' has {' and '.join(unknown)} Rename the columns (--rename), or choose those to use with "
             "--classes."
         )
-
-
-def _letters(name: str) -> str:
-    """Only letters and digits, in lower case: spellings differ in the rest."""
-    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def read_site_labels(site: Site) -> LabelTable:
@@ -283,7 +278,7 @@ def _convert_channels(site: Site, store: NDArray[np.uint8], shape: tuple[int, ..
         return store[:, :1]  # grey images that were saved as colour
     raise DataError(
         f"The images of {site.name} have the shape {store.shape[1:]} (channels, height, width), and the study needs "
-        f"{shape}. The server sets the size with data.size, and grey or colour with sites.channels."
+        f"{shape}. The server sets the size with data.size, and grey or colour with study.channels."
     )
 
 
