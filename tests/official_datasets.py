@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image
 
-from fedmll.data.sources import chestxray14, chexpert, ham10000, ich, voc
+from fedmll.data.sources import chestxray14, chexpert, ham10000, ich, padchest, voc
 
 
 @dataclass
@@ -214,3 +214,65 @@ def dicom(path: Path, number: int) -> None:
     found.PixelData = values.tobytes()
     path.parent.mkdir(parents=True, exist_ok=True)
     found.save_as(path, enforce_file_format=True)
+
+
+def mimic(root: Path) -> Made:
+    """Two studies of one patient, one of them with two views; a study without labels is left out."""
+    labels = [
+        ["10000032", "50414267", *["1.0" if name == "No Finding" else "" for name in chexpert.CLASSES]],
+        ["10000032", "53189527", *["1.0"] * len(chexpert.CLASSES)],
+        ["11000764", "54901301", *["-1.0" if name == "Edema" else "0.0" for name in chexpert.CLASSES]],
+    ]
+    images = [
+        ("02aa804e", "50414267", "10000032", "train"),
+        ("174413ec", "50414267", "10000032", "train"),
+        ("2a2277a9", "53189527", "10000032", "train"),
+        ("6f9ac2e4", "54901301", "11000764", "test"),
+        ("ffffffff", "59999999", "11000764", "test"),
+    ]
+    table(root / "mimic-cxr-2.0.0-chexpert.csv", ["subject_id", "study_id", *chexpert.CLASSES], labels)
+    table(root / "mimic-cxr-2.0.0-split.csv", ["dicom_id", "study_id", "subject_id", "split"], images)
+    for place, (name, study, subject, _) in enumerate(images[:4]):
+        picture(root / "files" / f"p{subject[:2]}" / f"p{subject}" / f"s{study}" / f"{name}.jpg", place, grey=True)
+    nothing = dict.fromkeys(chexpert.CLASSES, -1) | {"No Finding": 1}
+    expected = {
+        "train": {0: nothing, 1: nothing, 2: dict.fromkeys(chexpert.CLASSES, 1)},
+        "test": {3: {"Edema": -1}},
+    }
+    image, file = "files/p10/p10000032/s50414267/02aa804e.jpg", "mimic-cxr-2.0.0-chexpert.csv"
+    change = ("Pleural Other", "Pleura")
+    return Made("mimic-cxr", expected, image, file, "mimic-cxr-2.0.0-split.csv", change, grey=True)
+
+
+def vindr(root: Path) -> Made:
+    """Three readers per training image; the tables spell one class differently, as the published ones do."""
+    train = ["Aortic enlargement", "Cardiomegaly", "Other diseases", "No finding"]
+    votes = {"aa": ([1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]), "bb": ([0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1])}
+    rows = [[name, f"R{n}", *row] for name, of_image in votes.items() for n, row in enumerate(of_image)]
+    table(root / "annotations" / "image_labels_train.csv", ["image_id", "rad_id", *train], rows)
+    test = [*train[:2], "Other disease", "No finding"]
+    table(root / "annotations" / "image_labels_test.csv", ["image_id", *test], [["cc", 0, 1, 1, 0]])
+    for place, file in enumerate(("train/aa.png", "train/bb.png", "test/cc.png")):
+        picture(root / file, place, grey=True)
+    expected = {
+        "train": {
+            0: {"Aortic enlargement": 1, "Cardiomegaly": 1, "Other diseases": -1},
+            1: {"Other diseases": 1, "No finding": 1},
+        },
+        "test": {2: {"Cardiomegaly": 1, "Other diseases": 1}},
+    }
+    change = ("image_id", "image")
+    return Made("vindr-cxr", expected, "train/aa.png", "annotations/image_labels_train.csv", "test", change, grey=True)
+
+
+def pad(root: Path) -> Made:
+    """Twelve patients with an image each, all classes in every second; one image is excluded and not there."""
+    every = sorted({label for labels in padchest.FINDINGS.values() for label in labels})
+    rows: list[list[object]] = []
+    for number in range(12):
+        labels = str([" ".join(["", name]) for name in every]) if number % 2 else "['normal']"
+        rows.append([number, f"{number}.png", number % 3, f"patient{number}", labels])
+        picture(root / str(number % 3) / f"{number}.png", number, grey=True)
+    rows.append([12, "12.png", 0, "patient12", "['exclude']"])
+    table(root / padchest.TABLE, ["", "ImageID", "ImageDir", "PatientID", "Labels"], rows)
+    return Made("padchest", {}, "0/3.png", padchest.TABLE, padchest.TABLE, ("Labels", "Label"), grey=True)

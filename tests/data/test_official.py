@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,12 @@ from official_datasets import Made, shade
 from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.dataset import Dataset
-from fedmll.data.sources import load
+from fedmll.data.sources import load, padchest
 
-LISTED = (official.voc2007, official.coco2014, official.chest, official.chexpert_small)
-FILES = (*LISTED, official.ham, official.haemorrhage)
+LISTED = (
+    official.voc2007, official.coco2014, official.chest, official.chexpert_small, official.mimic, official.vindr
+)  # fmt: skip
+FILES = (*LISTED, official.ham, official.haemorrhage, official.pad)
 Maker = Callable[[Path], Made]
 
 
@@ -106,7 +109,7 @@ def test_damaged_official_data_is_explained_in_one_paragraph(
 def test_all_problems_are_in_the_same_report(tmp_path: Path, make: Maker) -> None:
     made = make(tmp_path)
     words = [truncated_image(tmp_path, made), missing_folder(tmp_path, made)]
-    if made.name == "voc:2007":  # without its lists it names no image
+    if made.name in ("voc:2007", "mimic-cxr"):  # without its lists it names no image
         words = words[1:]
     with pytest.raises(DataError) as error:
         load(made.name, tmp_path)
@@ -305,3 +308,46 @@ def test_damaged_medmnist_file_reports_all_problems(tmp_path: Path) -> None:
     (tmp_path / "dermamnist.npz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"dermamnist\.npz' is not a readable \.npz"):
         load("medmnist:dermamnist", tmp_path)
+
+
+def test_padchest_follows_the_tree_of_labels_and_knows_what_is_unchanged(tmp_path: Path) -> None:
+    official.pad(tmp_path)
+    table = tmp_path / padchest.TABLE
+    lines = table.read_text().splitlines()
+    changed = {
+        "0.png": "['laminar atelectasis', 'loc basal']",
+        "1.png": "['unchanged', ' air bronchogram']",
+        "2.png": "['normal']",
+        "3.png": "['hydropneumothorax', nan]",
+    }
+    for number, labels in enumerate(changed.values()):
+        lines[1 + number] = f'{number},{number}.png,{number % 3},patient{number},"{labels.replace(", nan", "")}"'
+    table.write_text("\n".join(lines) + "\n")
+    splits = load("padchest", tmp_path, require_positives=False)
+    found = told(splits.train) | told(splits.test)
+    assert len(found) == 12  # without the excluded image
+    assert found[0] == {"atelectasis": 1}
+    assert found[1] == dict.fromkeys(padchest.CLASSES, -1) | {"consolidation": 1, "infiltrates": 1}
+    assert found[2] == {}
+    assert found[3] == {"pleural effusion": 1, "pneumothorax": 1}
+    assert found[5] == dict.fromkeys(padchest.CLASSES, 1)
+    assert splits.group == "PatientID"
+
+
+def test_tables_may_be_compressed_as_published(tmp_path: Path) -> None:
+    made = official.mimic(tmp_path)
+    for file in tmp_path.glob("*.csv"):
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    assert told(load("mimic-cxr", tmp_path).train) == made.expected["train"]
+    damaged = tmp_path / "mimic-cxr-2.0.0-chexpert.csv.gz"
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    with pytest.raises(DataError, match="is not a CSV file"):
+        load("mimic-cxr", tmp_path)
+
+
+def test_readers_of_vindr_who_disagree_are_uncertain(tmp_path: Path) -> None:
+    official.vindr(tmp_path)
+    for uncertain, target in (("present", 1), ("absent", 0)):
+        splits = load("vindr-cxr", tmp_path, reading=ReadingOptions(uncertain_labels=uncertain))
+        assert splits.train.labels[0].tolist() == [1, 1, target, 0]

@@ -13,13 +13,16 @@ patient column.
 from __future__ import annotations
 
 import csv
+import gzip
 import os
 import stat
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,6 +136,12 @@ def read_labels(file: Path, images: Path, reading: ReadingOptions | None = None)
     return table.select_rows([i for i, status in enumerate(found) if status is not None])
 
 
+def _open_text(file: Path) -> TextIO:
+    if file.suffix == ".gz":
+        return gzip.open(file, "rt", newline="", encoding="utf-8-sig")
+    return file.open(newline="", encoding="utf-8-sig")
+
+
 def read_rows(file: Path, problems: Problems) -> CsvRows:
     if not file.is_file():
         raise DataError(
@@ -140,12 +149,12 @@ def read_rows(file: Path, problems: Problems) -> CsvRows:
             "per class with 1 (present), 0 (absent) or blank (unknown), or one column 'labels' with 'A|B|C'."
         )
     try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
+        with _open_text(file) as stream:
             first = stream.readline()
             stream.seek(0)
             delimiter = max(",;\t", key=first.count)  # spreadsheets write ; if the comma is the decimal separator
             table = [(number, row) for number, row in enumerate(csv.reader(stream, delimiter=delimiter), 1) if any(row)]
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (UnicodeDecodeError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"'{file}' is not a CSV file in UTF-8 ({error}). Save it again as CSV, UTF-8.") from None
     if len(table) < 2:
         raise DataError(f"'{file}' is empty: it needs a header and at least one row. Is it the right file?")

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedmll.config.settings import UncertainLabels
 from fedmll.core.registry import register
 from fedmll.data.dataset import ABSENT, PRESENT, UNKNOWN, Splits
 from fedmll.data.images.problems import Problems, abbreviate
@@ -47,7 +48,7 @@ def load(request: SourceRequest) -> Splits:
     problems = Problems(f"'{folder}'")
     tested = (folder / "test.csv").is_file()
     parts = [("train", TRAIN), ("valid", VALIDATION if tested else TEST), *([("test", TEST)] if tested else [])]
-    codes = CELLS | dict.fromkeys(UNCERTAIN, UNCERTAIN_TARGETS[request.reading.uncertain_labels])
+    codes = label_codes(request.reading.uncertain_labels)
     paths: list[Path] = []
     patients: list[str] = []
     split: list[int] = []
@@ -58,7 +59,7 @@ def load(request: SourceRequest) -> Splits:
         paths += [folder / part / name for name in inside]
         patients += [name.partition("/")[0] for name in inside]
         split += [code] * len(names)
-        labels.append(_labels(columns, codes, f"{part}.csv", problems))
+        labels.append(parse_labels(columns, codes, f"{part}.csv", problems))
     targets, codes_of_split = np.concatenate(labels), np.array(split, np.int8)
     return load_official(problems, request, folder, paths, targets, CLASSES, codes_of_split, patients, "patient")
 
@@ -68,7 +69,12 @@ def find(root: Path | None) -> Path | None:
     return next((place for place in places if (place / "train.csv").is_file() and (place / "train").is_dir()), None)
 
 
-def _labels(columns: list[list[str]], codes: dict[str, int], file: str, problems: Problems) -> NDArray[np.int8]:
+def label_codes(uncertain: UncertainLabels | None) -> dict[str, int]:
+    """Cell → target."""
+    return CELLS | dict.fromkeys(UNCERTAIN, UNCERTAIN_TARGETS[uncertain])
+
+
+def parse_labels(columns: list[list[str]], codes: dict[str, int], file: str, problems: Problems) -> NDArray[np.int8]:
     wrong = sorted({f"'{cell}'" for column in columns for cell in column if cell not in codes})
     if wrong:
         problems.add(f"'{file}' has cells other than 1, 0, -1 and blank: {abbreviate(wrong)}.")
