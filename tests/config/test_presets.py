@@ -174,7 +174,7 @@ def test_options_override_a_preset_and_a_misspelt_name_gets_a_suggestion() -> No
     ).experiment()
     assert (changed.training.rounds, changed.partition.beta) == (3, 0.1)
     for name in ("fednca-ml/9", "fednca/1", "fednca-ml/1/beta-1", "", "fednca-ml/1/small/x", "fednca-ml/5/beta-0.5"):
-        with pytest.raises(ConfigError, match=r"There is no preset.*(did you mean '|known: )preset:fed"):
+        with pytest.raises(ConfigError, match=r"There is no preset.*(did you mean '|known: )preset:(fed|chest)"):
             load_preset(name)
 
 

@@ -15,7 +15,7 @@ from official_datasets import Made, shade
 from fedmll.config.settings import ReadingOptions
 from fedmll.core.errors import ConfigError, DataError
 from fedmll.data.dataset import Dataset
-from fedmll.data.sources import load, padchest
+from fedmll.data.sources import load, padchest, write_labels
 
 LISTED = (
     official.voc2007, official.coco2014, official.chest, official.chexpert_small, official.mimic, official.vindr
@@ -351,3 +351,23 @@ def test_readers_of_vindr_who_disagree_are_uncertain(tmp_path: Path) -> None:
     for uncertain, target in (("present", 1), ("absent", 0)):
         splits = load("vindr-cxr", tmp_path, reading=ReadingOptions(uncertain_labels=uncertain))
         assert splits.train.labels[0].tolist() == [1, 1, target, 0]
+
+
+@pytest.mark.parametrize("make", LISTED, ids=lambda make: make.__name__)
+def test_labels_of_an_official_layout_become_a_csv_of_a_folder(tmp_path: Path, make: Maker) -> None:
+    """For a site of a real federation, which joins with a CSV. No image is opened to write it."""
+    made, file = make(tmp_path / "data"), tmp_path / "labels.csv"
+    write_labels(made.name, tmp_path / "data", file)
+    group = load(made.name, tmp_path / "data").group
+    reading = ReadingOptions(ignore=() if group is None else (group,))
+    read = load(f"folder:{file}", tmp_path / "data", reading=reading, require_positives=False)
+    assert told(read.train) == made.expected["train"] and told(read.test) == made.expected["test"]
+
+
+def test_labels_are_written_without_reading_images(tmp_path: Path) -> None:
+    made = official.coco2014(tmp_path)
+    (tmp_path / made.image).write_bytes(b"not an image")
+    write_labels(made.name, tmp_path, tmp_path / "labels.csv")
+    assert made.image in (tmp_path / "labels.csv").read_text()
+    with pytest.raises(ConfigError, match="has no image files"):
+        write_labels("digits", tmp_path, tmp_path / "labels.csv")

@@ -300,6 +300,31 @@ def check_data(
     say("complete: all counts are as published" if published else "read without problems; no counts are published")
 
 
+@data_app.command("labels")
+def write_labels_of(
+    name: Name,
+    root: Annotated[Path, typer.Option(help="The folder of the data.")],
+    out: Annotated[Path, typer.Option(metavar="FILE.csv", help="The labels file to write.")],
+    settings: Set = None,
+) -> None:
+    """Write the labels of a published image dataset as a CSV with one row per image. A site of a real federation joins
+    with it.
+
+    Example:  [bold]fedmll data labels voc:2007 --root DATA --out labels.csv[/], then
+    [bold]fedmll join HOST:PORT --name a --csv labels.csv --images DATA --rename names.csv[/]
+    """
+    from fedmll.config.experiment import Experiment
+    from fedmll.data.sources import write_labels
+
+    reading = Experiment().changed(parse_settings(settings) | {"data.name": name}).data.reading
+    splits = write_labels(name, root, out, reading)
+    parts = {"training": splits.train, "validation": splits.validation, "test": splits.test}
+    counts = ", ".join(f"{len(data):,} {part}" for part, data in parts.items() if data is not None)
+    say(f"{counts} images, {len(splits.train.classes)} classes: {out}")
+    if splits.group is not None:
+        say(f"images of one '{splits.group}' belong together: use --group '{splits.group}'")
+
+
 @data_app.command("show")
 def show_data(
     name: Name,

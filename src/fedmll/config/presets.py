@@ -16,10 +16,14 @@ notes             what the paper leaves open or what is different here, for all 
 [figures]         figures that other commands make
 
 A table whose name begins with `figure-` holds the numbers of a figure. `published.csv` has the published figures.
+
+`preset:coco-voc` and `preset:chest-x-rays[/SITE,SITE…]` are federations of published datasets with different label
+sets: experiments with [[sites]] in `config/federations`.
 """
 
 from __future__ import annotations
 
+import copy
 import csv
 import tomllib
 from collections.abc import Mapping
@@ -33,6 +37,7 @@ from fedmll.core.text import suggest
 
 PREFIX = "preset:"
 SMALL = "small"
+ALL_SITES = "all"  # of a federation
 AVERAGE = "average"  # the column group that is the mean of the others
 NOT_SETTINGS = ("what", "rows", "added_rows", "unavailable", "metrics", "groups", AVERAGE, "wilcoxon", SMALL)
 WILCOXON_METRICS = ("wilcoxon_w", "wilcoxon_p")
@@ -144,9 +149,38 @@ def read_table(name: str, small: bool = False) -> PresetTable:
     )
 
 
+@cache
+def read_federations() -> dict[str, dict[str, Any]]:
+    """Preset → the contents of its file: an experiment with [[sites]]."""
+    found = [file for file in (files("fedmll.config") / "federations").iterdir() if file.name.endswith(".toml")]
+    return {file.name.removesuffix(".toml"): tomllib.loads(file.read_text("utf-8")) for file in sorted(found, key=str)}
+
+
+def _load_federation(name: str, chosen: str) -> dict[str, Any]:
+    """The experiment of a federation with the chosen sites: their names, `all`, or "" for the default.
+
+    `annotates` of a site says which classes of the study it has: a study has those of its sites.
+    """
+    content = copy.deepcopy(read_federations()[name])
+    known = [site["name"] for site in content["sites"]]
+    default = content.pop("default", known)
+    wanted = {"": default, ALL_SITES: known}.get(chosen) or [site.strip() for site in chosen.split(",")]
+    wrong = next((site for site in wanted if site not in known), None)
+    if wrong is not None:
+        raise ConfigError(f"The preset '{PREFIX}{name}' has no site '{wrong}'{suggest(wrong, [*known, ALL_SITES])}")
+    sites = [site for site in content["sites"] if site["name"] in wanted]
+    annotated = {label for site in sites for label in site.pop("annotates", ())}
+    if annotated:
+        classes = content["study"]["classes"]
+        content["study"]["classes"] = [label for label in classes if label in annotated]
+    return content | {"sites": sites}
+
+
 def load_preset(name: str) -> dict[str, Any]:
     """The values of a preset's experiment, as in an experiment file."""
     path = name.removeprefix(PREFIX).split("/")
+    if path[0] in read_federations():
+        return _load_federation(path[0], "/".join(path[1:]))
     small = len(path) > 2 and path[-1] == SMALL
     table_name, rest = "/".join(path[:2]), path[2 : len(path) - small]
     _, _, content, table = _find(table_name)
@@ -174,7 +208,8 @@ def _find(name: str) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
     paper, _, number = name.removeprefix(PREFIX).partition("/")
     content = read_papers().get(paper, {"tables": {}})
     if number not in content["tables"]:
-        raise ConfigError(f"There is no preset '{name}'{suggest(name, [PREFIX + known for known in preset_names()])}")
+        known = [PREFIX + preset for preset in [*preset_names(), *read_federations()]]
+        raise ConfigError(f"There is no preset '{name}'{suggest(name, known)}")
     return paper, number, content, content["tables"][number]
 
 

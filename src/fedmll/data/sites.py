@@ -73,7 +73,7 @@ def _load_site(experiment: Experiment, site: SiteSettings, progress: Progress) -
     root = find_root(site, data)
     try:
         if root is not None and not root.exists():
-            raise DataError(f"'{root}' does not exist; correct its root.")
+            raise DataError(f"'{root}' does not exist. Correct its root, or the folder of all sites (--root).")
         splits = sources.load(
             site.data, root, data.size, experiment.seed, composition, progress, reading, require_positives=False
         )

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import tarfile
 import traceback
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ from typing import Any
 from fedmll.config.settings import COMPOSITE, ReadingOptions
 from fedmll.core import registry
 from fedmll.core.errors import ConfigError, DataError, FedmllError
+from fedmll.core.files import write_atomic
 from fedmll.core.text import suggest
 from fedmll.data.composite import CompositeOptions, compose
 from fedmll.data.dataset import PRESENT, UNKNOWN, Dataset, Splits
@@ -63,6 +66,7 @@ def load(
     reading: ReadingOptions | None = None,
     *,
     require_positives: bool = True,
+    labels_only: bool = False,
 ) -> Splits:
     """Load data by name.
 
@@ -75,6 +79,7 @@ def load(
         progress: called with the number of prepared images.
         reading: how the user's images and labels are read.
         require_positives: reject training data in which a class is never present.
+        labels_only: do not open the images of published datasets.
     """
     source, argument = _find_source(name)
     _check_name(name, source, argument)
@@ -97,6 +102,7 @@ def load(
         progress=progress,
         require_positives=require_positives,
         reading=reading,
+        labels_only=labels_only,
     )
     is_added = source in registry.find_added("source").values()
     splits = _load_added(name, source, request) if is_added else source.load(request)
@@ -151,6 +157,30 @@ def _load_added(name: str, source: Source, request: SourceRequest) -> Splits:
 
 def _kind(value: object) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def write_labels(name: str, root: Path, out: Path, reading: ReadingOptions | None = None) -> Splits:
+    """Write the labels of a published image dataset as a CSV of a folder: for `folder:FILE.csv` and for a site of a
+    real federation. No image is opened; the paths are relative to `root`."""
+    splits = load(name, root, reading=reading, require_positives=False, labels_only=True)
+    train = splits.train
+    if train.files is None or not train.is_images:
+        raise ConfigError(f"'{name}' has no image files with labels, so there is nothing to write.")
+    group = [] if splits.group is None else [splits.group]
+    header = ["image", "split", *group, *train.classes]
+    check_classes(tuple(header), f"The labels of '{name}'")
+    lines = []
+    for part, data in (("train", splits.train), ("validation", splits.validation), ("test", splits.test)):
+        if data is None:
+            continue
+        assert data.files is not None
+        patients = [[]] * len(data) if not group or data.patients is None else [[name] for name in data.patients]
+        for file, patient, targets in zip(data.files[data.rows], patients, data.labels.tolist(), strict=True):
+            lines.append([file, part, *patient, *("" if target == UNKNOWN else target for target in targets)])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *lines])
+    write_atomic(out, text.getvalue())
+    return splits
 
 
 def describe_sources(root: Path | None = None) -> list[SourceDescription]:

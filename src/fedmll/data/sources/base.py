@@ -24,6 +24,7 @@ class SourceRequest:
         require_positives: reject training data in which a class is never present. A site of a real federation need not
             have all classes; the data of a whole experiment must.
         reading: how the user's images and labels are read.
+        labels_only: the labels and the files are wanted, not the images: published image datasets then open none.
     """
 
     argument: str = ""
@@ -32,6 +33,7 @@ class SourceRequest:
     progress: Progress = no_progress
     require_positives: bool = True
     reading: ReadingOptions = field(default_factory=ReadingOptions)
+    labels_only: bool = False
 
     def file(self) -> Path:
         """The file that the argument names, relative to the current folder or to the root."""

@@ -147,4 +147,14 @@ def load_official(
         problems=problems,
     )
     table = replace(table.select_rows([i for i, found in enumerate(status) if found is not None]), missing=missing)
+    if request.labels_only:
+        return _without_images(table, request.root or root).splits(problems.where, request, group)
     return decode_table(table, request.size, reading, request.progress).splits(problems.where, request, group)
+
+
+def _without_images(table: LabelTable, root: Path) -> LabelledImages:
+    """The labels and the files of a table, relative to the user's folder; its images are not opened."""
+    table.problems.report()
+    names = [path.relative_to(root).as_posix() for path in table.paths]
+    store = np.broadcast_to(np.uint8(0), (len(names), 1, 1, 1))
+    return LabelledImages(replace(table, names=names), store, np.arange(len(names)), None, ())
