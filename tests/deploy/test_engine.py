@@ -61,6 +61,16 @@ METHODS = [
         "method__calibrate": "platt",
     },
     {"method__name": "fedavg-pl", "model__freeze": "backbone", "model__weights": "random", "method__start": "ridge"},
+    {
+        "method__name": "fedavg",
+        "model__freeze": "backbone",
+        "model__weights": "random",
+        "method__start": "logistic",
+        "method__refit": "logistic",
+        "method__logistic": 0.1,
+        "method__logistic_rounds": 2,
+    },
+    {"method__name": "fedprox", "method__refit": "ridge"},
     FUSION,
 ]
 METHODS += [  # a width that every head can have

@@ -19,8 +19,20 @@ RIDGE: Rows = {
     "ridge": ("gcv", "ours: generalised cross-validation, from the same sums"),
     "ridge_balanced": (False, "ours: the plain ridge"),
 }
+LOGISTIC: Rows = {
+    "logistic": ("held-out", "ours: the loss of samples that were not fitted"),
+    "logistic_balanced": (False, "ours: the plain log-loss"),
+    "logistic_rounds": (10, "ours: 1e-3 on COCO's 1,856 features, 1e-9 on 32"),
+}
 EXACT = ("fed-ridge", "fed-logistic")  # they do not train
-START: Rows = RIDGE | {"start": ("seed", "every paper starts its head at random")}
+START: Rows = (
+    RIDGE
+    | LOGISTIC
+    | {
+        "start": ("seed", "every paper starts its head at random"),
+        "refit": ("none", "every paper predicts with the head that it trained"),
+    }
+)
 FEDOPT: Rows = {
     "server_optimizer": ("none", "McMahan et al. 2017: the average is the new model"),
     "server_lr": ("auto", "1 for sgd: FedAvgM; ours for the others: Reddi et al. 2021 tune it for each task"),
@@ -71,13 +83,7 @@ DEFAULTS: dict[str, Rows] = {
         "lift_width": (512, "ours: less than half of MobileNetV2's 1,280"),
         "calibrate": ("none", "ours: one exchange"),
     },
-    "fed-logistic": BY_SIZE
-    | {
-        "logistic": ("held-out", "ours: the loss of samples that were not fitted"),
-        "logistic_balanced": (False, "ours: the plain log-loss"),
-        "products": (0, "ours: the features as they are"),
-        "logistic_rounds": (10, "ours: 1e-3 on COCO's 1,856 features, 1e-9 on 32"),
-    },
+    "fed-logistic": BY_SIZE | LOGISTIC | {"products": (0, "ours: the features as they are")},
     "local-only": {},
     "fedprox": BY_SIZE | PROXIMAL,
     "fednova": {"weighting": ("size", "Wang et al. 2020, Section 3: p_i = n_i/n")},

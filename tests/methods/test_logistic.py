@@ -62,7 +62,7 @@ class FederatedFit:
         width = self.clients[0][0].shape[1]
         self.part.weights = SimpleNamespace(layout={})  # type: ignore[assignment]
         self.part.model = SimpleNamespace(width=width, backbone=SimpleNamespace(width=width))  # type: ignore[assignment]
-        self.part.write_rows = lambda merged, rows: merged.update(rows=rows)  # type: ignore[method-assign]
+        self.part.write_rows = lambda merged, rows, known: merged.update(rows=rows)  # type: ignore[method-assign]
         self.state: Tensors = {}
         self.rows = torch.zeros(0)
         self.records: dict[str, Any] = {}

@@ -69,7 +69,7 @@ class ClientStateStore:
         self.keeps_all, self.saved = versions is None, max(self.latest.values(), default=0)
         if versions is not None and self.folder.is_dir():
             wanted = {_name(*version) for version in versions}
-            for path in self.folder.glob("[0-9]*.[0-9]*.safetensors"):
+            for path in self.folder.glob("[0-9]*.*[0-9].safetensors"):
                 if path.name not in wanted:
                     path.unlink()
 

@@ -108,7 +108,7 @@ class ClassifierCalibration(HeadFromSums):
         eps: float = option(1e-4, "ε: ridge penalty of the calibration, relative to n_c", gt=0)
 
     def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
-        return CalibrationAggregator(self) if self.asked(round) else None
+        return CalibrationAggregator(self) if self.collects(round) else None
 
 
 class CalibrationAggregator(FeatureSumsAggregator):

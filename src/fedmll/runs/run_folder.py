@@ -78,6 +78,7 @@ RESTORE_ONLY = "Restore it from a copy."
 RESTORE = "Restore it from a copy. If you are sure that {}, delete it."
 
 MetricsRow = dict[str, Any]  # the numbers of one round
+CLOSING = "closing"  # a column: 1 in the row of the closing exchanges, which follows the last round
 Table = list[dict[str, Any]]
 
 
@@ -358,7 +359,7 @@ class RunFolder:
 
     @property
     def rounds_done(self) -> int:
-        return max((int(row["round"]) for row in self.read_metrics_lines()[0]), default=0)
+        return max((int(row["round"]) for row in self.read_metrics_lines()[0] if CLOSING not in row), default=0)
 
     def write_records(self, round: int, tensors: Tensors) -> None:
         """Tensors that the parts of the method record in a round."""

@@ -30,7 +30,7 @@ from fedmll.evaluation.metric_definitions import LOG, SELECTION, metrics_in
 from fedmll.evaluation.site_metrics import evaluate_by_site
 from fedmll.evaluation.thresholds import best_thresholds
 from fedmll.inference.model_file import describe_model, write_model
-from fedmll.runs.run_folder import PER_CLASS_FILE, PER_CLIENT_FILE, SUMMARY_FILE, MetricsRow, RunFolder
+from fedmll.runs.run_folder import CLOSING, PER_CLASS_FILE, PER_CLIENT_FILE, SUMMARY_FILE, MetricsRow, RunFolder
 from fedmll.training import federated_evaluation
 from fedmll.training.callbacks import INTERRUPTED, Callback, Result, default_callback
 from fedmll.training.checkpoint import (
@@ -239,16 +239,10 @@ class _TrainingLoop:
     def _run_round(self, state: Tensors, number: int) -> Tensors:
         start = time.perf_counter()
         engine, method = self.engine, self.engine.trainer.method
-        result = self._exchange(state, number)
+        result = self._exchange(state, number) if number else self._exchanges(state, "opening")
         state, losses = result.state, result.losses
         records = result.records | (engine.audit_records() if number else {})
-        row: MetricsRow = {
-            "round": number,
-            "seconds": 0.0,
-            "bytes_up": result.bytes_up,
-            "bytes_down": result.bytes_down,
-            "clients": len(losses),
-        }
+        row = self._row(number, result)
         if method.exchange_in(number) is None:
             row["loss"] = float(np.average([loss for loss, _ in losses], weights=[n for _, n in losses]))
         row |= {name: float(value) for name, value in records.items() if not isinstance(value, Tensor)}
@@ -269,9 +263,27 @@ class _TrainingLoop:
         self.callback.on_round_end(row)
         return state
 
+    def _row(self, number: int, result: RoundResult) -> MetricsRow:
+        return {
+            "round": number,
+            "seconds": 0.0,
+            "bytes_up": result.bytes_up,
+            "bytes_down": result.bytes_down,
+            "clients": len(result.losses),
+        }
+
     def _exchange(self, state: Tensors, number: int) -> RoundResult:
         total = len(self.engine.trainer.participants(self.engine.federation_in(number), number))
-        return self.engine.run_round(state, number, lambda done: self.callback.on_client_end(number, done, total))
+        shown = min(max(number, 0), self.experiment.training.rounds + 1)
+        return self.engine.run_round(state, number, lambda done: self.callback.on_client_end(shown, done, total))
+
+    def _exchanges(self, state: Tensors, exchange: str) -> RoundResult:
+        """All opening or all closing exchanges: the bytes of all of them, and the last result."""
+        up = down = 0
+        for number in self.engine.trainer.method.exchange_rounds(exchange):
+            result = self._exchange(state, number)
+            state, up, down = result.state, up + result.bytes_up, down + result.bytes_down
+        return replace(result, bytes_up=up, bytes_down=down)
 
     def _keep_if_best(self, row: MetricsRow, state: Tensors) -> None:
         if self.experiment.training.keep != "best":
@@ -315,13 +327,26 @@ class _TrainingLoop:
         message = Message(self.best_tensors) if self.best_tensors else method.final_model(state)
         model_round = int(self.best["round"]) if self.best_tensors else rounds
         if method.has_exchange("closing"):
-            state = self._exchange(state | message.tensors, rounds + 1).state
-            message, self.evaluations = method.final_model(state), {}
-        # a round's evaluation is used again: between machines an evaluation costs an exchange
-        evaluation = self.evaluations.get(model_round) or engine.evaluate(message)
+            message, evaluation = self._close(state | message.tensors)
+        else:
+            # a round's evaluation is used again: between machines an evaluation costs an exchange
+            evaluation = self.evaluations.get(model_round) or engine.evaluate(message)
         result = self._write_result(data, message, evaluation, model_round)
         self.log.info("finished: %s", self.folder.path / SUMMARY_FILE)
         return result
+
+    def _close(self, state: Tensors) -> tuple[Message, Evaluation]:
+        """The closing exchanges: their row has the number after the last round and the metrics of the final model."""
+        start, rounds = time.perf_counter(), self.experiment.training.rounds
+        result = self._exchanges(state, "closing")
+        message = self.engine.trainer.method.final_model(result.state)
+        evaluation = self.engine.evaluate(message)
+        row = self._row(rounds + 1, result) | {CLOSING: 1}
+        row |= {name: float(value) for name, value in result.records.items() if not isinstance(value, Tensor)}
+        row |= evaluation.values
+        row["seconds"] = round(time.perf_counter() - start, 4)
+        self._record_round(row, {})
+        return message, evaluation
 
     def _write_result(self, data: Federation, message: Message, evaluation: Evaluation, model_round: int) -> Result:
         """Write the model, its predictions, tables and the summary. A run with a summary is finished."""

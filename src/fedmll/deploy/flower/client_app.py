@@ -38,6 +38,7 @@ from fedmll.deploy.security.audit_log import SERVER_HEAD, AuditHead, AuditLog, d
 from fedmll.deploy.site.approval import SetupRecord, read_setup_record, write_setup_record
 from fedmll.deploy.site.site_config import SERVER_CERTIFICATE, read_site_file
 from fedmll.deploy.site.worker import SiteWorker, delete_client_state
+from fedmll.methods.framework.method import Method
 
 SITES = "FEDMLL_SITES"  # the environment variable with the folder of the sites of a simulation
 HELLO, TRAIN, EVALUATE, MODEL, BYE = "query.hello", "train", "evaluate", "query.model", "query.bye"
@@ -106,7 +107,7 @@ def hello(message: FlowerMessage, context: Context) -> FlowerMessage:
 def train(message: FlowerMessage, context: Context) -> FlowerMessage:
     def handle(file: Path, info: Info, content: Message) -> Answer:
         worker, start = _worker(file, info), time.perf_counter()
-        round, state_round, keep_rounds = _parse_rounds(info, worker.trainer.task.rounds)
+        round, state_round, keep_rounds = _parse_rounds(info, worker.trainer.method)
         with _limited_work(file, worker, TRAIN, round):
             reply, has_state = worker.train(content, round, state_round, keep_rounds)
         show(f"round {round}: loss {reply.numbers['loss']:.4g}, {time.perf_counter() - start:.1f} s")
@@ -119,7 +120,7 @@ def train(message: FlowerMessage, context: Context) -> FlowerMessage:
 def evaluate(message: FlowerMessage, context: Context) -> FlowerMessage:
     def handle(file: Path, info: Info, content: Message) -> Answer:
         worker = _worker(file, info)
-        round, _, _ = _parse_rounds(info, worker.trainer.task.rounds)
+        round, _, _ = _parse_rounds(info, worker.trainer.method)
         with _limited_work(file, worker, EVALUATE, round):
             return worker.evaluate(content), {}
 
@@ -218,7 +219,7 @@ def _ignore(message: FlowerMessage, subject: str) -> FlowerMessage:
     return FlowerMessage(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "ignored"), reply_to=message)
 
 
-def _parse_rounds(info: Info, last: int) -> tuple[int, int | None, list[int] | None]:
+def _parse_rounds(info: Info, method: Method) -> tuple[int, int | None, list[int] | None]:
     """The round to train, the round of the client state to start from, and the rounds of the states to keep.
 
     Files are named after these numbers, so they are validated.
@@ -226,7 +227,9 @@ def _parse_rounds(info: Info, last: int) -> tuple[int, int | None, list[int] | N
     round, state_round, keep = info.get("round"), info.get("state_round"), info.get("keep_rounds")
     kept = keep if isinstance(keep, list) else []
     numbers = [round, *([] if state_round is None else [state_round]), *kept]
-    if not all(type(number) is int and 0 <= number <= last + 1 for number in numbers) or keep not in (None, kept):
+    last = method.task.rounds
+    first, last = min([0, *method.exchange_rounds("opening")]), max([last + 1, *method.exchange_rounds("closing")])
+    if not all(type(number) is int and first <= number <= last for number in numbers) or keep not in (None, kept):
         raise SiteError(SiteErrorCode.MESSAGE, "The server's message does not say correctly which round it is for.")
     assert isinstance(round, int)
     return round, state_round, keep

@@ -121,7 +121,7 @@ class FlowerEngine:
         return self.method.initial_state()
 
     def federation_in(self, number: int) -> Federation:
-        joined = self.membership.participants(number, self.min_clients)
+        joined = self.membership.participants(max(number, 0), self.min_clients)
         self.federation = site_federation.with_introductions(self.federation, joined)
         self.clients = site_federation.client_infos(self.trainer, self.federation, joined)
         return self.federation
@@ -148,7 +148,7 @@ class FlowerEngine:
         The round is tried again if there are too few valid replies, and from the state before the previous round if
         most clients diverge.
         """
-        self.number = self.membership.round = number
+        self.number, self.membership.round = number, max(number, 0)
         attempt, unusable = 1, set[str]()
         while True:
             current = self._new_round(state, number, unusable)

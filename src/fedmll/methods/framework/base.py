@@ -54,6 +54,7 @@ CAPABILITIES = {
     "aggregation": "how the server aggregates the weights",
     "private-labels": "clients know only their own classes",
     "local-models": "every client has its own model and there is no global model",
+    "final-classifier": "the classifier of the final model",
 }
 
 
@@ -197,6 +198,7 @@ class Part(Component):
     def __init__(self, task: Task, options: Any, other_parts: Mapping[str, type[Part]]) -> None:
         self.task, self.options = task, options
         self.other_parts = other_parts  # of the method, by name
+        self.closing_start = 0  # how many closing exchanges come before those of this part; the method sets it
 
     def bind(self, model: Network, weights: FlatWeights) -> None:
         """Called once with the only model of the process and the layout of its weights: parameters, then buffers."""
@@ -209,6 +211,24 @@ class Part(Component):
     def client_state(self, client_round: ClientRound) -> Tensors:
         """Client: what this part keeps between the client's rounds. Change it in place."""
         return client_round.client_state(self.name)
+
+    def exchange_count(self, exchange: str) -> int:
+        """In how many opening or closing exchanges it collects statistics. Opening exchanges of several parts are
+        simultaneous; closing exchanges of a part follow those of the part before, because each may change the model."""
+        return int(exchange in self.exchanges)
+
+    def exchange_step(self, round: int) -> int:
+        """The number of an exchange among those of this part, from 0 on. In a part that collects statistics in every
+        round, 0 is the opening exchange."""
+        if round <= self.task.rounds:
+            return abs(round)
+        return round - self.task.rounds - 1 - self.closing_start
+
+    def collects(self, round: int) -> bool:
+        """Whether it collects statistics in this round."""
+        if 0 < round <= self.task.rounds:
+            return "rounds" in self.exchanges
+        return 0 <= self.exchange_step(round) < self.exchange_count("opening" if round <= 0 else "closing")
 
     def _check_names(self, declared: str, tensors: Tensors, problem: str) -> None:
         for name in getattr(self, declared):

@@ -34,7 +34,8 @@ from fedmll.methods.framework.task import Task
 from fedmll.methods.heads import LinearHead
 from fedmll.methods.losses import UnknownAsNegative
 from fedmll.methods.parts.averaging import AVERAGES
-from fedmll.methods.parts.ridge_head import HeadFromSums, RidgeHead
+from fedmll.methods.parts.logistic_head import LogisticRefit, LogisticStart
+from fedmll.methods.parts.ridge_head import HeadFromSums, RidgeHead, RidgeRefit
 from fedmll.methods.parts.server_optimizer import ServerOptimizer
 from fedmll.methods.parts.standardisation import LocalStandardisation, Standardisation
 from fedmll.models.backbones import build_backbone
@@ -46,7 +47,14 @@ __all__ = ["Method", "MethodRecipe", "PartChoice", "switch"]
 
 P = TypeVar("P", bound=Part)
 START = PartChoice(
-    "start", {"seed": None, "ridge": RidgeHead}, "initial weights of the head: random, or by ridge regression"
+    "start",
+    {"seed": None, "ridge": RidgeHead, "logistic": LogisticStart},
+    "initial weights of the linear head: random, or the exact ridge or logistic regression",
+)
+REFIT = PartChoice(
+    "refit",
+    {"none": None, "ridge": RidgeRefit, "logistic": LogisticRefit},
+    "after the last round: replace the linear head by the exact ridge or logistic regression on the trained features",
 )
 SERVER_OPTIMIZER = PartChoice(
     "server_optimizer",
@@ -82,7 +90,7 @@ class Method(MethodEntry):
         if any(isinstance(part, type) and issubclass(part, HeadFromSums) for part in cls.parts):
             return (*cls.parts, cls.average)
         local = isinstance(cls.average, type) and "local-models" in cls.average.provides
-        return (START, *(() if local else (SERVER_OPTIMIZER,)), *cls.parts, cls.average)
+        return (START, *(() if local else (SERVER_OPTIMIZER,)), *cls.parts, REFIT, cls.average)
 
     @classmethod
     def choices(cls) -> list[PartChoice]:
@@ -144,6 +152,9 @@ class Method(MethodEntry):
             for component, options in components
             if issubclass(component, Part)
         ]
+        before = 0
+        for part in self.active_parts:
+            part.closing_start, before = before, before + part.exchange_count("closing")
         self.average_part: Any = next(part for part in self.active_parts if "aggregation" in part.provides)
         self.target_loss = self.part(TargetLoss)
 
@@ -225,16 +236,23 @@ class Method(MethodEntry):
         return any("opening" in part.exchanges for part in self.active_parts if not isinstance(part, Standardisation))
 
     def exchange_in(self, round: int) -> str | None:
-        """The exchange of statistics in a round, or None if clients train in it. Round 0 is the opening exchange, and
-        the round after the last is the closing one."""
+        """The exchange of statistics in a round, or None if clients train in it (see `exchange_rounds`)."""
         if 0 < round <= self.task.rounds:
             return "rounds" if self.has_exchange("rounds") else None
-        return "closing" if round else "opening"
+        return "opening" if round <= 0 else "closing"
+
+    def exchange_rounds(self, exchange: str) -> list[int]:
+        """The numbers of the opening exchanges (0, −1, −2, … in this order) or of the closing ones (T + 1, T + 2, …),
+        so that the rounds of training are 1 … T with any of them."""
+        counts = [part.exchange_count(exchange) for part in self.active_parts]
+        if exchange == "opening":
+            return [-step for step in range(max(counts))]
+        return [self.task.rounds + 1 + step for step in range(sum(counts))]
 
     def replying_parts(self, round: int) -> list[Part]:
         """The parts that have tensors in the replies of a round."""
-        exchange = self.exchange_in(round)
-        return [part for part in self.active_parts if exchange is None or exchange in part.exchanges]
+        trains = self.exchange_in(round) is None
+        return [part for part in self.active_parts if trains or part.collects(round)]
 
     def validate_clients(self, clients: Sequence[ClientInfo]) -> None:
         for part in self.active_parts:

@@ -123,6 +123,7 @@ class CentralTuning(ServerOnlyPart):
     """After averaging, the server fits the classifier to the clients' predictions for its unlabelled images."""
 
     name = "tuning"
+    provides = frozenset({"final-classifier"})
     requires = frozenset({"class-rows"})
 
     class Options(PartOptions):

@@ -33,6 +33,11 @@ class HeadRows:
     def join(self, front: Tensor, rows: Tensor, back: Tensor) -> Tensor:
         return torch.cat([front, rows[:, :-1].flatten(), rows[:, -1], back])
 
+    def replace(self, weights: Tensor, rows: Tensor, which: Tensor) -> Tensor:
+        """The weights with new rows (C, width + 1) of the classes `which`, a mask; the other rows stay."""
+        front, old, back = self.split(weights, len(rows))
+        return self.join(front, torch.where(which[:, None], rows.to(old.dtype), old), back)
+
 
 def own_rows(classes: Sequence[str], owned: Tensor) -> Tensor:
     """The indices of a client's classes, sorted by name. This order does not depend on the other classes."""

@@ -36,6 +36,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedmll.config.experiment import Experiment
 from fedmll.core import small_groups
 from fedmll.core.errors import ConfigError
 from fedmll.core.message import Message, Tensors
@@ -45,7 +46,7 @@ from fedmll.methods.framework.client_round import Client, ClientInfo, ClientRoun
 from fedmll.methods.parts import logistic_solver as solver
 from fedmll.methods.parts.classifier_rows import HeadRows
 from fedmll.methods.parts.logistic_solver import Coordinates
-from fedmll.methods.parts.ridge_head import LARGEST_SUM, HeadFromSums, _symmetric
+from fedmll.methods.parts.ridge_head import LARGEST_SUM, HeadFromSums, check_initial_features, is_symmetric
 from fedmll.methods.parts.standardisation import MEAN, SCALE
 from fedmll.methods.parts.sum_checks import refuse_logistic, refuse_logistic_start
 from fedmll.models.flat_weights import FlatWeights
@@ -86,9 +87,13 @@ class LogisticHead(HeadFromSums):
         """The number of rounds with these options."""
         return int(options.logistic_rounds) + (CHOICE_ROUNDS if options.logistic == "held-out" else 0)
 
-    def chooses(self, round: int) -> bool:
-        """Whether λ is not decided yet in this round."""
-        return self.options.logistic == "held-out" and round <= CHOICE_ROUNDS
+    def chooses(self, step: int) -> bool:
+        """Whether λ is not decided yet in this step. Step 0 is the first exchange."""
+        return self.options.logistic == "held-out" and step <= CHOICE_ROUNDS
+
+    @classmethod
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
+        check_initial_features(experiment, "logistic")
 
     @property
     def plain(self) -> int:
@@ -109,17 +114,22 @@ class LogisticHead(HeadFromSums):
             "weights": torch.ones(2, classes, dtype=double),
         }
 
+    def send(self, state: Tensors, client: ClientInfo, round: int) -> Tensors:
+        asked = self.collects(round) and self.exchange_step(round) > 0
+        return super().send(state, client, round) if asked else {}
+
     # ---- client
 
     def collect_statistics(self, client_round: ClientRound) -> Tensors:
         client, features = client_round.client, client_round.outputs(features=True).features
         assert features is not None
         targets = small_groups.mask_small_groups(client.targets, self.task.min_group_size)
-        held_out = choose_held_out(client) if self.chooses(client_round.number) else None
+        step = self.exchange_step(client_round.number)
+        held_out = choose_held_out(client) if self.chooses(step) else None
         folds = None
         if held_out is not None:
             folds = split_folds(targets, held_out, self.task.min_group_size)
-        if client_round.number == 0:
+        if step == 0:
             return opening_sums(features[:, : self.plain].double(), targets, folds)
         sent = self.received(client_round)
         check_request(sent, self.candidates if folds else 1)
@@ -132,11 +142,13 @@ class LogisticHead(HeadFromSums):
     # ---- server
 
     def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
-        double, classes = torch.float64, len(self.task.classes)
-        if round == 0:
+        if not self.collects(round):
+            return {}
+        double, classes, step = torch.float64, len(self.task.classes), self.exchange_step(round)
+        if step == 0:
             size = self.plain + 1
             return {
-                "gram": TensorSpec((1, size, size), double, rule=_symmetric, broken="is not symmetric"),
+                "gram": TensorSpec((1, size, size), double, rule=is_symmetric, broken="is not symmetric"),
                 "known": TensorSpec((classes, size), double, -LARGEST_SUM, LARGEST_SUM, by_class=0),
                 "positive": TensorSpec((classes, size), double, -LARGEST_SUM, LARGEST_SUM, by_class=0),
                 "folds": TensorSpec((2, 2, classes), double, low=0, by_class=2, check_together=refuse_logistic_start),
@@ -154,16 +166,17 @@ class LogisticHead(HeadFromSums):
                 check_together=lambda own, samples: refuse_logistic(own, rows, samples * largest),
             ),
         }
-        return specs | ({"held_out": TensorSpec(shape, double, low=0, by_class=1)} if self.chooses(round) else {})
+        return specs | ({"held_out": TensorSpec(shape, double, low=0, by_class=1)} if self.chooses(step) else {})
 
     def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
-        return LogisticStartAggregator(self) if round == 0 else LogisticAggregator(self, state, round)
+        if not self.collects(round):
+            return None
+        step = self.exchange_step(round)
+        return LogisticStartAggregator(self) if step == 0 else LogisticAggregator(self, state, step)
 
-    def write_rows(self, merged: Tensors, rows: Tensor) -> None:
-        """Put the rows (C, width + 1) into the head of the global model."""
-        head = HeadRows.of(self.weights)
-        front, _, back = head.split(merged["weights"], len(rows))
-        merged["weights"] = head.join(front, rows.float(), back)
+    def write_rows(self, merged: Tensors, rows: Tensor, known: Tensor) -> None:
+        """Put the rows (C, width + 1) into the head of the global model. `known` (C,): a target of the class is."""
+        merged["weights"] = HeadRows.of(self.weights).replace(merged["weights"], rows, torch.ones_like(known))
 
     @property
     def products(self) -> int:
@@ -176,6 +189,37 @@ class LogisticHead(HeadFromSums):
         for name, values in ((DIRECTIONS, directions), (OFFSET, offset)):
             weights[self.weights.layout[name].where] = values.flatten().to(weights.dtype)
         merged["weights"] = weights
+
+
+class LogisticStart(LogisticHead):
+    """The head starts as the exact solution of logistic regression, from all clients' sums before round 1."""
+
+    name = "logistic-start"
+    exchanges = frozenset({"opening"})
+
+    def exchange_count(self, exchange: str) -> int:
+        return self.rounds(self.options) + 1 if exchange in self.exchanges else 0
+
+    def initial_state(self) -> Tensors:
+        return {}
+
+
+class LogisticRefit(LogisticStart):
+    """After the last round the head is replaced by the exact solution of logistic regression on the trained
+    features."""
+
+    name = "logistic-refit"
+    provides = frozenset({"final-classifier"})
+    conflicts = frozenset({"private-labels", "local-models"})
+    exchanges = frozenset({"closing"})
+
+    @classmethod
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
+        """Any features will do, because they are those of the trained network."""
+
+    def write_rows(self, merged: Tensors, rows: Tensor, known: Tensor) -> None:
+        """A class without known targets keeps its trained row."""
+        merged["weights"] = HeadRows.of(self.weights).replace(merged["weights"], rows, known)
 
 
 class LogisticStartAggregator(Aggregator):
@@ -192,7 +236,9 @@ class LogisticStartAggregator(Aggregator):
     @single_thread()
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
         part = self.part
-        map = standardising_map(part.weights, merged["weights"], part.plain)
+        map = None
+        if "opening" in part.exchanges:
+            map = standardising_map(part.weights, merged["weights"], part.plain)
         gram, known, positive = self.sums["gram"][0], self.sums["known"], self.sums["positive"]
         if map is not None:
             gram, known, positive = map @ gram @ map.T, known @ map.T, positive @ map.T
@@ -220,7 +266,7 @@ class LogisticStartAggregator(Aggregator):
         state |= {"penalty": penalty, "total": total, "both": both, "weights": weights}
         state |= {"clients": torch.tensor(self.replies), "with_products": with_products}
         state |= {"rows": coordinates.rows(trial), "basis": coordinates.basis}
-        part.write_rows(merged, state["rows"][int((penalty - USUAL).abs().argmin())])
+        part.write_rows(merged, state["rows"][int((penalty - USUAL).abs().argmin())], total[0] > 0)
         return state, {}
 
 
@@ -230,9 +276,9 @@ class LogisticAggregator(SumAggregator):
     If a client is missing, the sums belong to another problem. They are not used, and the next round asks for the same.
     """
 
-    def __init__(self, part: LogisticHead, state: Tensors, round: int) -> None:
-        super().__init__(part, state, round)
-        self.head, self.choosing = part, part.chooses(round)
+    def __init__(self, part: LogisticHead, state: Tensors, step: int) -> None:
+        super().__init__(part, state, step)
+        self.head, self.choosing, self.step = part, part.chooses(step), step
         names = (*ROUND_SUMS, "held_out") if self.choosing else ROUND_SUMS
         self.totals = {name: torch.zeros((), dtype=torch.float64) for name in names}
         self.replies = 0
@@ -261,8 +307,10 @@ class LogisticAggregator(SumAggregator):
         records |= {"logistic": float(penalty[chosen]), "gradient": largest_gradient(state, chosen)}
         if self.head.added:
             records["products"] = float(state["with_products"][chosen])
-        self.head.write_rows(merged, coordinates.rows(state["point"][chosen]))
-        if self.choosing and self.round == CHOICE_ROUNDS:
+        self.head.write_rows(merged, coordinates.rows(state["point"][chosen]), state["total"][0] > 0)
+        if "rounds" not in self.head.exchanges and self.step == self.head.rounds(self.head.options):
+            return {}, records  # the solver is not needed any more
+        if self.choosing and self.step == CHOICE_ROUNDS:
             own = {name: state[name][chosen : chosen + 1].clone() for name in ("penalty", "with_products")}
             state |= solver.restart(state, chosen) | own
             state.pop("held_out", None)

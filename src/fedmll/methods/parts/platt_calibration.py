@@ -37,6 +37,7 @@ class PlattCalibration(Part):
     """Platt calibration: probabilities σ(a z + b) with a and b per class, fitted by federated Newton steps."""
 
     name = "platt"
+    provides = frozenset({"final-classifier"})
     conflicts = frozenset({"private-labels"})
     depends_on = (RidgeHead,)
     exchanges = frozenset({"opening", "rounds"})

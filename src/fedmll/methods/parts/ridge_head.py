@@ -52,10 +52,6 @@ class HeadFromSums(Part):
         """Whether positives are also summed separately."""
         return False
 
-    def asked(self, round: int) -> bool:
-        """Whether clients send the sums in this round."""
-        return round == 0 if "opening" in self.exchanges else round > self.task.rounds
-
     def collect_statistics(self, client_round: ClientRound) -> Tensors:
         features = client_round.outputs(features=True).features
         assert features is not None
@@ -63,16 +59,16 @@ class HeadFromSums(Part):
         return sums_of(features.double(), targets, self.balanced)
 
     def reply_spec(self, sent: Tensors, round: int) -> dict[str, TensorSpec]:
-        if not self.asked(round):
+        if not self.collects(round):
             return {}
         width, classes = self.model.width, len(self.task.classes)
         double = torch.float64
         square = (classes, width + 1, width + 1)
-        positive = TensorSpec(square, double, rule=_symmetric, broken="is not symmetric", by_class=0)
+        positive = TensorSpec(square, double, rule=is_symmetric, broken="is not symmetric", by_class=0)
         return ({"positive": positive} if self.balanced else {}) | {
             "group": TensorSpec((classes,), torch.int64, low=-1, high=classes - 1, by_class=0, absent=-1),
             "gram": TensorSpec(
-                (None, width + 1, width + 1), double, most=classes, rule=_symmetric, broken="is not symmetric"
+                (None, width + 1, width + 1), double, most=classes, rule=is_symmetric, broken="is not symmetric"
             ),
             "cross": TensorSpec((classes, width + 1), double, -LARGEST_SUM, LARGEST_SUM, by_class=0),
             "all": TensorSpec(
@@ -104,23 +100,41 @@ class RidgeHead(HeadFromSums):
 
     @classmethod
     def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
-        """Training must not change the features, as batch normalisation does."""
-        model = experiment.model
-        if model.standardise and model.width is not None:
-            raise ConfigError(
-                "A head from ridge regression is computed before the features are standardised, and the layer of "
-                "model.width comes after that. Set model.standardise = false, or leave model.width out."
-            )
-        alive = (model.freeze != "backbone" and model.backbone != "mlp") or model.width is not None
-        if experiment.training.rounds and model.norm == "batch" and alive:
-            raise ConfigError(
-                "A head that starts from ridge regression (method.start = 'ridge') needs features that training does "
-                "not change, and batch normalisation changes them. Set model.freeze = 'backbone', and model.norm = "
-                "'group' if there is a neck (model.width)."
-            )
+        check_initial_features(experiment, "ridge")
 
     def aggregator(self, state: Tensors, round: int, earlier: Mapping[str, Aggregator]) -> Aggregator | None:
-        return RidgeAggregator(self) if self.asked(round) else None
+        return RidgeAggregator(self) if self.collects(round) else None
+
+
+class RidgeRefit(RidgeHead):
+    """After the last round the head is replaced by the exact solution of ridge regression on the trained features."""
+
+    name = "ridge-refit"
+    provides = frozenset({"final-classifier"})
+    conflicts = frozenset({"private-labels", "local-models"})
+    exchanges = frozenset({"closing"})
+
+    @classmethod
+    def check(cls, options: Any, experiment: Experiment, prefix: str) -> None:
+        """Any features will do, because they are those of the trained network."""
+
+
+def check_initial_features(experiment: Experiment, kind: str) -> None:
+    """For a head from sums of the opening exchange: training must not change the features, as batch normalisation
+    does."""
+    model = experiment.model
+    if model.standardise and model.width is not None:
+        raise ConfigError(
+            f"A head from {kind} regression is computed before the features are standardised, and the layer of "
+            "model.width comes after that. Set model.standardise = false, or leave model.width out."
+        )
+    alive = (model.freeze != "backbone" and model.backbone != "mlp") or model.width is not None
+    if experiment.training.rounds and model.norm == "batch" and alive:
+        raise ConfigError(
+            f"A head that starts from {kind} regression (method.start = '{kind}') needs features that training does "
+            "not change, and batch normalisation changes them. Set model.freeze = 'backbone', and model.norm = "
+            "'group' if there is a neck (model.width)."
+        )
 
 
 def sums_of(features: Tensor, targets: Tensor, balanced: bool = False) -> Tensors:
@@ -176,10 +190,10 @@ class RidgeAggregator(FeatureSumsAggregator):
     @single_thread()
     def result(self, merged: Tensors) -> tuple[Tensors, Records]:
         rows, strength = self.solve(self.part.options.ridge)
-        rows = self.for_standardised(rows, merged["weights"])
-        head = HeadRows.of(self.part.weights)
-        front, _, back = head.split(merged["weights"], len(rows))
-        merged["weights"] = head.join(front, rows.float(), back)
+        if "opening" in self.part.exchanges:
+            rows = self.for_standardised(rows, merged["weights"])
+        known = torch.ones_like(self.known, dtype=torch.bool) if "opening" in self.part.exchanges else self.known > 0
+        merged["weights"] = HeadRows.of(self.part.weights).replace(merged["weights"], rows, known)
         return {}, {"ridge": strength}
 
     def for_standardised(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -195,6 +209,7 @@ class RidgeAggregator(FeatureSumsAggregator):
         """The classifier's rows (C, width + bias) in logits, and λ. The row of a class without known targets is 0."""
         grams, of, cross = self.grams, self.of, self.cross
         known = torch.tensor([float(grams[number][-1, -1]) for number in of.tolist()], dtype=torch.float64)
+        self.known = known
         self.counts = torch.stack([known - cross[:, -1], cross[:, -1]])  # (2, C): negatives and positives
         self.weights = torch.ones_like(self.counts)
         if self.positive is not None:
@@ -273,7 +288,7 @@ class _RidgeSystem:
         )
 
 
-def _symmetric(gram: Tensor) -> bool:
+def is_symmetric(gram: Tensor) -> bool:
     """Symmetric, with squares ≥ 0 on the diagonal, and not too large."""
     squares = gram.diagonal(dim1=1, dim2=2)
     return torch.equal(gram, gram.mT) and bool((squares >= 0).all()) and float(gram.abs().max()) <= LARGEST_SQUARE
