@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from consortium import Consortium
 from real_federation import World
-from site_folders import CLASSES, RENAME, SIDE, write_coco, write_voc
+from site_folders import CLASSES, RENAME, SIDE, federation_of_both, write_coco, write_voc
 
 from fedmll.config.experiment import Experiment
+from fedmll.core.errors import ConfigError
 from fedmll.data.sources import write_labels
 from fedmll.deploy.security import certificates, client_keys
+from fedmll.deploy.server.rehearsal import prepare_rehearsal
 from fedmll.deploy.server.serve import study_digest
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -42,6 +42,8 @@ def options(world: World, site: str, *more: str | Path) -> list[str | Path]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_sites_with_different_label_sets_train_one_model(world: World) -> None:
     file = world.folder / "study.toml"
     experiment = Experiment.make(
@@ -84,3 +86,13 @@ def test_two_sites_with_different_label_sets_train_one_model(world: World) -> No
     assert summary["annotating_clients"] == {"dog": 2, "cat": 2, "couch": 2, "zebra": 1, "airplane": 1}
     for site in ("coco", "voc"):
         assert (world.folder / f"state-{site}" / "model.safetensors").is_file()
+
+
+def test_a_rehearsal_gives_each_client_the_data_of_its_site(tmp_path: Path) -> None:
+    experiment = Experiment.make(federation_of_both(tmp_path))
+    with pytest.raises(ConfigError, match=r"have 2 clients \(coco, voc\); use --simulate 2"):
+        prepare_rehearsal(experiment, 3, tmp_path / "three")
+    rehearsal = prepare_rehearsal(experiment, 2, tmp_path / "two")
+    assert rehearsal.experiment.sites is None
+    labels = (rehearsal.folder / "keys" / "client-2.labels").read_text().split()
+    assert labels == ["dog", "cat", "couch", "airplane"]

@@ -6,6 +6,7 @@
 - `images/` — decoding, cache, augmentation, labels files
 - `targets` — targets of sources, random splits
 - `composite` — multi-label images made of single-label images
+- `sites` — data of several sources with different label sets (`[[sites]]`); `joined_store`: their samples as one array
 - `partition` — which client gets which samples; `sample_assignment` (its algorithm), `partition_file`
 - `annotation` — which client annotates which classes
 - `participation` — which clients take part in a round

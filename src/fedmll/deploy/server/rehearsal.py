@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -83,10 +84,16 @@ def prepare_rehearsal(
             f"{folder}, the folder for the images of a rehearsal's clients, exists already. Remove it, or choose "
             "another folder with --out."
         )
-    kind = {"natural": "iid", "auto": "dirichlet"}.get(experiment.partition.kind, experiment.partition.kind)
-    divided = federation.build(
-        experiment.changed({"partition.clients": clients, "partition.kind": kind, "partition.holdout": 0.0}), progress
-    )
+    changes: dict[str, Any] = {"partition.holdout": 0.0}
+    if experiment.sites is None:
+        kind = {"natural": "iid", "auto": "dirichlet"}.get(experiment.partition.kind, experiment.partition.kind)
+        changes |= {"partition.clients": clients, "partition.kind": kind}
+    divided = federation.build(experiment.changed(changes), progress)
+    if len(divided.names) != clients:
+        raise ConfigError(
+            f"The sites of this experiment have {len(divided.names)} clients ({', '.join(divided.names[:8])}); use "
+            f"--simulate {len(divided.names)}."
+        )
     names = client_names(clients)
     for name, rows in zip(names, divided.samples, strict=True):
         own = divided.train.subset(rows)
@@ -102,6 +109,8 @@ def prepare_rehearsal(
             "data.root": str(test.parent / "images"),
             "data.size": divided.test.sample_shape[1:],
             "partition.kind": "natural",
+            "sites": None,
+            "study": None,
             "annotation.kind": "none",
             "annotation.missing": 0,
             # the rest as by default: it was applied when the data was divided
