@@ -29,9 +29,10 @@ def refuse_moments(sums: Tensors, samples: float, unit: bool = False) -> str | N
         return "the squares of some samples are larger than those of all samples"
     if not _positive(gram):
         return "its matrices are not sums of squares"
-    of = gram[group.clamp(min=0)] * (group >= 0)[:, None, None]  # (C, D+1, D+1)
-    reason = _refuse_cross(cross, of)
+    own_squares = gram.diagonal(dim1=1, dim2=2)[group.clamp(min=0)] * (group >= 0)[:, None]  # (C, D+1)
+    reason = _refuse_cross(cross, own_squares)
     if reason is None and "positive" in sums:
+        of = gram[group.clamp(min=0)] * (group >= 0)[:, None, None]  # (C, D+1, D+1), as large as the positives' sums
         reason = _refuse_positive(sums["positive"], cross, of)
     return reason
 
@@ -66,12 +67,12 @@ def _refuse_totals(moments: Tensor, samples: float, unit: bool = False) -> str |
     return None
 
 
-def _refuse_cross(cross: Tensor, gram: Tensor) -> str | None:
-    """(Σ_{y=1} f_i)² ≤ Σ f_i² · Σ y (Cauchy–Schwarz)."""
+def _refuse_cross(cross: Tensor, squares: Tensor) -> str | None:
+    """(Σ_{y=1} f_i)² ≤ Σ f_i² · Σ y (Cauchy–Schwarz). `squares` (C, D+1) are the sums of squares of a class."""
     positives = cross[:, -1]
-    if not _counts(positives, gram[:, -1, -1]):
+    if not _counts(positives, squares[:, -1]):
         return "it has more positives than samples"
-    if bool((cross.square() > _up(gram.diagonal(dim1=1, dim2=2) * positives[:, None])).any()):
+    if bool((cross.square() > _up(squares * positives[:, None])).any()):
         return "the sum over a class's positives is larger than its features allow"
     return None
 
