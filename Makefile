@@ -51,7 +51,7 @@ $(RUN): pyproject.toml
 	touch $@
 
 $(READY): $(RUN)
-	$(BIN)/pip install --quiet -e '.[dev,flower,cluster,hf,track,export,tables,hdf5,dicom]'
+	$(BIN)/pip install --quiet -e '.[dev,flower,ray,hf,track,export,tables,hdf5,dicom]'
 	touch $@
 
 .venv/.docs: $(READY)

@@ -20,7 +20,8 @@ made = experiment()
 from fedmll.cli import display
 from fedmll.training import round_loop, trackers
 from fedmll.data import federation
-engine = round_loop.LocalEngine(federation.build(made), Path(tempfile.mkdtemp()))
+from fedmll.engines.start import LocalEngine
+engine = LocalEngine(federation.build(made), Path(tempfile.mkdtemp()))
 engine.initial_state()
 print(json.dumps(sorted(sys.modules)))
 """
@@ -34,6 +35,7 @@ SLOW = {
     "matplotlib": "only pictures",
     "jinja2": "only the report",
     "flwr": "only real federations",
+    "ray": "only simulations on Ray",
     "cryptography": "",
     "transformers": "only text encoders",
     "mlflow": "only where it is asked for",

@@ -263,21 +263,3 @@ def test_a_rehearsal_is_one_command(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     assert events.Scalars("test/macro_auc")[-1].value == pytest.approx(summary["metrics"]["macro_auc"], rel=1e-6)
-
-
-def test_the_same_apps_on_flowers_simulation_engine(consortium: Consortium, tmp_path: Path) -> None:  # noqa: F811
-    pytest.importorskip("ray", reason="Ray is not installed (flwr[simulation])")
-    from fedmll.deploy.site.site_config import Site, write_site_file
-
-    home = consortium.folder
-    for name in NAMES:
-        site = Site(
-            name=name, csv=home / name / "labels.csv", images=home / "images", state_dir=tmp_path / name, device="cpu"
-        )
-        write_site_file(site, tmp_path / "sites" / f"{name}.json")
-    (tmp_path / "experiment.toml").write_text(consortium.server().to_toml())
-    command = [sys.executable, "-m", "fedmll.deploy.flower.server_app", tmp_path / "experiment.toml"]
-    command += ["--sites", tmp_path / "sites", "--out", tmp_path / "run"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert same_weights(consortium, tmp_path / "run")

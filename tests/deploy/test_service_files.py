@@ -107,6 +107,7 @@ def test_linters_accept_the_files() -> None:
     run_linter("yamllint", "--strict", "-c", FOLDER.parents[1] / ".yamllint.yaml", *sorted(FOLDER.glob("*.yaml")))
     run_linter("check-jsonschema", "--builtin-schema", "vendor.compose-spec", FOLDER / "compose.yaml")
     run_linter("kubernetes-validate", "--strict", FOLDER / "kubernetes.yaml")
+    run_linter("shellcheck", FOLDER.parents[1] / "examples" / "slurm" / "compare.sbatch")
     subprocess.run(["sh", "-n", str(FOLDER / "start-server")], check=True)
 
 

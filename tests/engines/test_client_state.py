@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedmll.engines.client_state import KEPT, ClientStateStore, StateVersions
-from fedmll.engines.local import SimulationAudit
+from fedmll.engines.simulation import SimulationAudit
 from fedmll.runs.run_folder import RunFolder
 from fedmll.testing import experiment
 from fedmll.training import checkpoint

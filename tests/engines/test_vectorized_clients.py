@@ -18,7 +18,8 @@ from fedmll.core.errors import ClientError, ConfigError
 from fedmll.core.message import Message, Tensors
 from fedmll.core.registry import register
 from fedmll.data.federation import build
-from fedmll.engines.local import LocalEngine, group_clients
+from fedmll.engines.local import LocalEngine
+from fedmll.engines.simulation import group_clients
 from fedmll.methods.framework.base import (
     Aggregator,
     Head,

@@ -15,8 +15,9 @@ COUNT = 70
 ALWAYS = "always"  # no file
 
 
-def work(kind: str, arguments: tuple, messages: list[Message]) -> list[Message]:
-    """Returns twice what was sent. If `kind` is the path of a file that does not exist, creates it and dies."""
+def work(job: Job) -> list[Message]:
+    """Returns twice what was sent. If its kind is the path of a file that does not exist, creates it and dies."""
+    kind, messages = job.kind, job.messages
     if kind and not Path(kind).exists():
         if kind != ALWAYS:
             Path(kind).touch()

@@ -81,8 +81,8 @@ def test_only_means_are_stored_if_the_head_uses_means(
     assert (found.ndim, found.dtype) == ((3, np.float32) if means else (5, np.float16))
     assert trainer.model.backbone.stores_means == means
     trained = run(experiment(**FROZEN | changes)).weights
-    original = client_trainer.store_frozen_features
-    monkeypatch.setattr(client_trainer, "store_frozen_features", lambda *a, means, **k: original(*a, means=False, **k))
+    original = client_trainer.FrozenFeatures
+    monkeypatch.setattr(client_trainer, "FrozenFeatures", lambda *, means, **k: original(means=False, **k))
     whole, tokens = learner_with_data(**changes)
     assert tokens.train.tokens.ndim == 5
     batches = [

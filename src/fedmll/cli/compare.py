@@ -32,7 +32,8 @@ def register(app: typer.Typer) -> None:
 
 
 @experiment_options(
-    "data", "root", "backbone", "clients", "rounds", "workers", "device", "skip_unreadable", published=True
+    *("data", "root", "backbone", "clients", "rounds", "engine", "address", "workers", "device", "skip_unreadable"),
+    published=True,
 )
 def compare(
     arguments: ExperimentArguments,

@@ -11,7 +11,9 @@ from rich.markup import escape
 
 from fedmll.cli import compare, data, methods, predict, reproduce, runs, security, server, site
 from fedmll.cli.options import (
+    Address,
     Device,
+    EngineKind,
     ExperimentArguments,
     Plugins,
     Track,
@@ -62,7 +64,8 @@ def start(
 
 @app.command()
 @experiment_options(
-    *("method", "data", "root", "backbone", "clients", "rounds", "seed", "workers", "device", "skip_unreadable"),
+    *("method", "data", "root", "backbone", "clients", "rounds", "seed"),
+    *("engine", "address", "workers", "device", "skip_unreadable"),
     published=True,
 )
 def run(
@@ -94,6 +97,8 @@ def resume(
     ] = None,
     data: Annotated[str | None, typer.Option(help="The name of the data, if its file has moved.")] = None,
     root: Annotated[Path | None, typer.Option(help="The folder of the data, if it has moved.")] = None,
+    engine: EngineKind = None,
+    address: Address = None,
     workers: Workers = None,
     device: Device = None,
     plugins: Plugins = None,
@@ -119,10 +124,11 @@ def resume(
     code = {} if plugins is None else {"plugins": [str(file.absolute()) for file in plugins]}
     total = rounds or RunFolder(folder).load_experiment(code).training.rounds
     changes = drop_none(drop=drop, min_clients=min_clients, start_with=start_with, round_timeout=round_timeout)
-    address = None if listen is None else parse_address(listen, "--listen", example="0.0.0.0:8000")
-    changes |= drop_none(address=address, status=status)
+    listening = None if listen is None else parse_address(listen, "--listen", example="0.0.0.0:8000")
+    changes |= drop_none(address=listening, status=status)
+    where = drop_none(kind=engine, address=address, workers=workers, device=device)
     if (folder / "server.json").is_file():  # the server of a real federation
-        if rounds or data or root or workers is not None or device or plugins:
+        if rounds or data or root or where or plugins:
             raise ConfigError(f"A real federation continues with its original settings. {server.CHANGEABLE}")
         server.resume_server(folder, total, changes, passphrase_file, split_names(track), yes, from_round)
         return
@@ -134,7 +140,7 @@ def resume(
         result = round_loop.resume(
             folder,
             callback=add_trackers(split_names(track), folder, progress),
-            engine=drop_none(workers=workers, device=device),
+            engine=where,
             rounds=rounds,
             data=drop_none(name=data, root=root),
             plugins=plugins,

@@ -31,7 +31,14 @@ Root = Annotated[Path | None, typer.Option("--root", help="The folder (or file) 
 Workers = Annotated[
     int | None, typer.Option("--workers", help="Worker processes; 0: train in this process. Default: one per core.")
 ]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or auto.")]
+EngineKind = Annotated[
+    str | None, typer.Option("--engine", help="local (default), or ray: train on a Ray cluster (extra `ray`).")
+]
+Address = Annotated[
+    str | None,
+    typer.Option("--address", help="The Ray cluster, HOST:PORT or auto. Default: Ray starts on this machine."),
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps or auto.")]
 SkipUnreadable = Annotated[
     bool, typer.Option("--skip-unreadable", help="Skip images that are missing or cannot be decoded.")
 ]
@@ -114,6 +121,8 @@ SETTINGS: dict[str, tuple[str, Any]] = {
     "clients": ("partition.clients", Annotated[int | None, typer.Option(help="The number of clients.")]),
     "rounds": ("training.rounds", Annotated[int | None, typer.Option(help="The number of rounds.")]),
     "seed": ("seed", Annotated[int | None, typer.Option(help="The seed of all random draws.")]),
+    "engine": ("engine.kind", EngineKind),
+    "address": ("engine.address", Address),
     "workers": ("engine.workers", Workers),
     "device": ("engine.device", Device),
     "skip_unreadable": ("data.skip_unreadable", SkipUnreadable),

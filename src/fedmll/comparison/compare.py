@@ -35,6 +35,7 @@ from fedmll.core.text import suggest
 from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.data.fingerprint import Fingerprint
+from fedmll.engines.start import check_parallel_runs, prepare_engine, shared_engine
 from fedmll.evaluation.metric_definitions import SELECTION
 from fedmll.runs.run_folder import DATA_FINGERPRINT_FILE
 from fedmll.training.callbacks import Callback
@@ -111,6 +112,10 @@ def compare(
     check_trackers(track)
     if jobs < 1:
         raise ConfigError(f"jobs is the number of runs at a time, 1 or more; it is {jobs}.")
+    if jobs > 1:
+        check_parallel_runs(experiment.engine)
+    else:
+        prepare_engine(experiment.engine)
     if jobs > 1 and experiment.engine.workers == "auto":
         experiment = experiment.changed({"engine.workers": 0})
     callback, folder = callback or ComparisonCallback(), ComparisonFolder(out)
@@ -126,7 +131,7 @@ def compare(
         callback=callback,
         trackers=ComparisonTrackers(track, folder.path, callback.on_warning),
     )
-    with folder.lock():
+    with folder.lock(), shared_engine(experiment.engine):
         runner.read_folders()
         callback.on_comparison_start(runner.total_rounds)
         commands = add_command(_earlier_commands(folder, callback), describe_command(command))
@@ -354,14 +359,14 @@ class ComparisonRunner:
         fingerprints: dict[str, dict[str, Fingerprint]] = {}
         for cell in self.all_cells:
             if cell.folder.has(DATA_FINGERPRINT_FILE) and cell not in self.damaged:
-                key = _data_key(cell.experiment)
+                key = federation.data_key(cell.experiment)
                 if key not in fingerprints:
                     fingerprints[key] = self._prepare(cell, self.callback).fingerprints
                 cell.folder.check_data(fingerprints[key])
 
     def _prepare(self, cell: ComparisonCell, callback: Callback) -> Federation:
         """Load and divide the data; once for all methods of a seed."""
-        key = _data_key(cell.experiment)
+        key = federation.data_key(cell.experiment)
         if self.prepared is None or self.prepared[0] != key:
             self.prepared = None  # free the old data before the new data is loaded
             self.prepared = (key, federation.build(cell.experiment, callback.on_setup_progress))
@@ -400,9 +405,3 @@ class ComparisonRunner:
             cell.folder.write_failure(error)
         callback.on_warning(f"failed: {cell}: {cell.failure}")
         self.callback.on_rounds_skipped(cell.experiment.training.rounds - cell.folder.rounds_done)
-
-
-def _data_key(experiment: Experiment) -> str:
-    """The settings that the division of the data depends on."""
-    parts = (experiment.data, experiment.partition, experiment.annotation)
-    return f"{[p.model_dump_json() for p in parts]} {experiment.seed} {experiment.training.batch_size}"

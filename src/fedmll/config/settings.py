@@ -508,12 +508,27 @@ class SiteSettings(SettingsSection):
 
 
 class EngineSettings(SettingsSection):
-    """How the experiment runs on this machine. These settings do not change a result."""
+    """Where the experiment runs. These settings do not change a result."""
 
-    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
-        default="auto", description="Worker processes; 0: train in the calling process. auto: one per core."
+    kind: Literal["local", "ray"] = Field(
+        default="local", description="local: worker processes on this machine; ray: actors of Ray (extra `ray`)."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="The device for training.")
+    address: str | None = Field(
+        default=None,
+        description="The Ray cluster: HOST:PORT of its head node, or auto for the one of this machine. Default: Ray "
+        "starts on this machine.",
+    )
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
+        default="auto",
+        description="Worker processes, or actors of Ray; 0: train in the calling process. auto: one per core; on Ray "
+        "with GPUs `per_device` per GPU.",
+    )
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = Field(
+        default="auto", description="The device for training: cpu, cuda, cuda:1, mps. auto: cuda if there is one."
+    )
+    per_device: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="How many actors of Ray share one GPU."
+    )
     checkpoint_every: Count = Field(default=1, description="Write a checkpoint after this many rounds.")
     evaluate_every: Count = Field(default=1, description="Evaluate after this many rounds.")
 

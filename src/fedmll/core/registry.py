@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -144,6 +144,12 @@ def _import_built_in(kind: str) -> None:
 def installed_plugins() -> tuple[EntryPoint, ...]:
     """The entry points of installed plug-in packages."""
     return tuple(entry_points(group=ENTRY_POINT_GROUP))
+
+
+def plugin_versions(plugin_files: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Plug-in files with their checksums, and installed packages with plug-ins with their versions."""
+    packages = {entry.dist.name: entry.dist.version for entry in installed_plugins() if entry.dist}
+    return {"files": {file: files.checksum(Path(file)) for file in plugin_files}, "packages": packages}
 
 
 def load_installed_plugins() -> None:

@@ -124,6 +124,12 @@ class Federation:
         return active[chosen]
 
 
+def data_key(experiment: Experiment) -> str:
+    """The settings that the division of the data depends on."""
+    parts = (experiment.data, experiment.partition, experiment.annotation, *(experiment.sites or ()))
+    return f"{[p.model_dump_json() for p in parts]} {experiment.seed} {experiment.training.batch_size}"
+
+
 def build(experiment: Experiment, progress: Progress = no_progress) -> Federation:
     """Load the data and divide it among clients.
 

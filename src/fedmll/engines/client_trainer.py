@@ -36,7 +36,7 @@ from fedmll.methods.framework.task import Task
 from fedmll.methods.parts.classifier_rows import own_rows
 from fedmll.models.backbones import pixel_scale
 from fedmll.models.flat_weights import FlatWeights, frozen_tensors
-from fedmll.models.frozen_features import WHOLE, store_frozen_features
+from fedmll.models.frozen_features import WHOLE, FrozenFeatures
 from fedmll.models.network import Classifier, Network
 
 OPTIMIZER = "optimizer"  # the name under which a client state holds the state of the optimizer
@@ -60,10 +60,15 @@ class Trainer:
     def optimizer(self) -> ClientOptimizer:
         return ClientOptimizer(self.task.experiment.training, self.weights.parameters)
 
-    def with_frozen_features(self, data: Federation, progress: Progress = no_progress) -> Federation:
+    def with_frozen_features(
+        self, data: Federation, progress: Progress = no_progress, *, processes: int | None = None
+    ) -> Federation:
         """The federation with the features that a frozen backbone computes once; unchanged for any other model."""
-        parts = {name: getattr(data, name) for name in ("train", "test", "validation", "held_out", "source")}
-        return replace(data, **with_tokens(self.task, self.model, parts, progress))
+        return replace(data, **with_tokens(self.task, self.model, _parts(data), progress, processes=processes))
+
+    def frozen_features(self, data: Federation) -> list[FrozenFeatures]:
+        """The features that `with_frozen_features` loads, in an order that depends on the data only."""
+        return list(frozen_features(self.task, self.model, _parts(data)).values())
 
     def client_infos(self, data: Federation) -> list[ClientInfo]:
         """The clients as the server knows them. In the run mode `pooled` there is one, with all data."""
@@ -269,28 +274,52 @@ class Trainer:
         return first
 
 
+def _parts(data: Federation) -> dict[str, Dataset]:
+    return {name: getattr(data, name) for name in ("train", "test", "validation", "held_out", "source")}
+
+
 def _share_storage(tensor: Tensor, other: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def with_tokens(
-    task: Task, network: Network, parts: Mapping[str, Dataset | None], progress: Progress
-) -> dict[str, Any]:
-    """The datasets with the tokens of a frozen backbone, computed once per store; unchanged for any other backbone."""
-    model, kept, backbone = task.experiment.model, dict[int, Any](), network.backbone
-    means = network.uses_mean_features and backbone.neck is None
-
-    def attached(data: Dataset | None) -> Dataset | None:
-        if data is None or not data.is_images or not len(data.store):
-            return data
-        if id(data.store) not in kept:
-            recipe, scale = task.experiment.training.augment, pixel_scale(model, task.sample_shape[0])
-            kept[id(data.store)] = store_frozen_features(
-                backbone, data.store, recipe, model.views, task.seed, task.normalise, scale, progress, means=means
-            )
-        return replace(data, tokens=kept[id(data.store)])
-
+def frozen_features(task: Task, network: Network, parts: Mapping[str, Dataset | None]) -> dict[int, FrozenFeatures]:
+    """The features of a frozen backbone for each store of images, by the identity of the store; else none."""
+    model, backbone, found = task.experiment.model, network.backbone, dict[int, FrozenFeatures]()
     if model.freeze != WHOLE:
-        return dict(parts)
-    found = {id(data): attached(data) for data in parts.values()}
+        return found
+    for data in parts.values():
+        if data is not None and data.is_images and len(data.store) and id(data.store) not in found:
+            found[id(data.store)] = FrozenFeatures(
+                backbone=backbone,
+                store=data.store,
+                augmentation=task.experiment.training.augment,
+                views=model.views,
+                seed=task.seed,
+                normalise=task.normalise,
+                scale=pixel_scale(model, task.sample_shape[0]),
+                means=network.uses_mean_features and backbone.neck is None,
+            )
+    return found
+
+
+def with_tokens(
+    task: Task,
+    network: Network,
+    parts: Mapping[str, Dataset | None],
+    progress: Progress,
+    *,
+    processes: int | None = None,
+) -> dict[str, Any]:
+    """The datasets with the tokens of a frozen backbone, computed once per store; unchanged for any other backbone.
+
+    `processes` compute those that are not in the cache: by default one per core; 0: this process.
+    """
+    tokens = {
+        store: features.load(progress, processes=processes)
+        for store, features in frozen_features(task, network, parts).items()
+    }
+    found = {
+        id(data): data if data is None or id(data.store) not in tokens else replace(data, tokens=tokens[id(data.store)])
+        for data in parts.values()
+    }
     return {name: found[id(data)] for name, data in parts.items()}  # datasets that were one object stay one

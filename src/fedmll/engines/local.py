@@ -7,231 +7,52 @@ Replies are returned in an order that does not depend on W. With `workers = 0` t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from fedmll.core.errors import ConfigError, ReplyRejected
 from fedmll.core.message import Message, Tensors
-from fedmll.core.tensor_files import DamagedFile
-from fedmll.data.dataset import Dataset
 from fedmll.data.federation import Federation
 from fedmll.data.images.cache import Progress, no_progress
-from fedmll.engines.base import RoundResult
-from fedmll.engines.client_state import ClientStateStore
-from fedmll.engines.client_trainer import Trainer
-from fedmll.engines.vectorized_clients import check_vectorizable
+from fedmll.engines.devices import choose_local_device
+from fedmll.engines.simulation import SimulationEngine
 from fedmll.engines.worker_pool import Job, WorkerPool
-from fedmll.evaluation.evaluate import Evaluation, evaluate_global_model, evaluate_local_models
-from fedmll.methods.framework.allowed_replies import ReplyProblem, find_reply_problem
-from fedmll.methods.framework.base import Records, TensorSpec, TruthAudit
-from fedmll.methods.framework.client_round import EVALUATION_BATCH, Reply, tensors_of
-from fedmll.methods.framework.method import Method
-from fedmll.methods.framework.task import task_of
-
-CHUNK = 4 * EVALUATION_BATCH  # samples of one prediction job
-HAS_STATE = "has client state"  # a number that a worker adds to a reply: whether the client keeps something
 
 
-class SimulationAudit:
-    """Compares the client states with the true targets, which only a simulation knows."""
-
-    def __init__(self, method: Method, data: Federation, store: ClientStateStore) -> None:
-        self.method, self.data, self.store = method, data, store
-        with_truth = method.pooled  # such a client has the true targets anyway
-        self.parts = [part for part in method.active_parts if isinstance(part, TruthAudit) and not with_truth]
-        self.counts: dict[int, tuple[int, Tensors]] = {}  # client → the round of its state, and counts by part
-
-    def records(self) -> Records:
-        """The records of all parts. Only client states that changed are read again."""
-        if not self.parts:
-            return {}
-        before = self.counts
-        self.counts = {
-            client: old if (old := before.get(client)) and old[0] == round else (round, self._count(client, round))
-            for client, round in self.store.latest.items()
-        }
-        records: Records = {}
-        for part in self.parts:
-            counts = [by_part[part.name] for _, by_part in self.counts.values() if part.name in by_part]
-            records |= part.audit_records(torch.stack(counts).sum(0)) if counts else {}
-        return records
-
-    def _count(self, client: int, round: int) -> Tensors:
-        state = self.store.read(self.store.path(client, round))
-        targets = torch.from_numpy(self.data.true_labels[self.data.samples[client]])
-        counts = {part.name: part.count_correct(tensors_of(part.name, state), targets) for part in self.parts}
-        return {name: count for name, count in counts.items() if count is not None}
-
-
-class LocalEngine:
+class LocalEngine(SimulationEngine):
     """Trains all clients on this machine."""
 
     def __init__(self, federation: Federation, client_state_folder: Path, progress: Progress = no_progress) -> None:
         setting = federation.experiment.engine
-        self.device = choose_device(setting.device)
-        self.training = federation.experiment.training
-        self.trainer = Trainer(task_of(federation, self.device))
-        if self.training.clients_per_batch is not None:
-            check_vectorizable(self.trainer.model, self.training.clients_per_batch)
-        self.method = self.trainer.method
-        self.federation = federation = self.trainer.with_frozen_features(federation, progress)
-        self.client_states = ClientStateStore(client_state_folder)
-        self.audit = SimulationAudit(self.method, federation, self.client_states)
-        self.datasets = federation.evaluation_sets
-        self.bytes_down = self.bytes_up = 0
-        self.clients = self.trainer.client_infos(federation)
-        self.method.validate_clients(self.clients)
+        super().__init__(federation, client_state_folder, choose_local_device(setting), progress)
         workers = setting.workers
         if workers == "auto":
-            workers = 0 if self.device.type == "cuda" else len(os.sched_getaffinity(0))
+            workers = 0 if self.device.type != "cpu" else len(os.sched_getaffinity(0))
         self.threads = torch.get_num_threads()
         if not workers and self.device.type == "cpu":
             torch.set_num_threads(1)  # as in a worker: sums over several threads have other last bits
         self.pool = WorkerPool(self._do_job, workers) if workers else None
-
-    def initial_state(self) -> Tensors:
-        return self.method.initial_state()
-
-    def federation_in(self, number: int) -> Federation:
-        return self.federation
-
-    def run_round(self, state: Tensors, number: int, on_reply: Callable[[int], None]) -> RoundResult:
-        """Train the clients of a round; each reply is aggregated as soon as it is the next one."""
-        losses: list[tuple[float, float]] = []
-        aggregator = self.method.aggregator(state, number)
-        on_reply(0)
-        for client, reply in self.collect_replies(state, number):
-            losses.append((reply.numbers["loss"], reply.numbers["samples"]))
-            aggregator.add(client, reply)
-            on_reply(len(losses))
-        new_state, records = aggregator.result()
-        return RoundResult(
-            state=new_state, records=records, losses=losses, bytes_up=self.bytes_up, bytes_down=self.bytes_down
-        )
-
-    def collect_replies(self, state: Tensors, number: int) -> Iterator[Reply]:
-        """Train the clients of a round and return their replies as a stream, the largest client first."""
-        order = self.trainer.participants(self.federation, number)
-        self.bytes_down = self.bytes_up = 0
-        groups = group_clients(order, self.training.clients_per_batch)
-
-        def jobs() -> Iterator[Job]:
-            for clients in groups:
-                messages = [self.method.send(state, self.clients[client], number) for client in clients]
-                self.bytes_down += sum(message.nbytes for message in messages)
-                before = [self.client_states.latest.get(client) for client in clients]
-                yield Job("train", (clients, number, before), messages, self._label(clients, number))
-
-        first, specs = Message(), dict[str, TensorSpec]()
-        for job, replies in self._run(jobs(), len(groups), state):
-            for client, sent, reply in zip(job.arguments[0], job.messages, replies, strict=True):
-                has_state = reply.numbers.pop(HAS_STATE)
-                if not specs or not sent.shares_tensors(first):  # computed once for all clients with the same message
-                    first, specs = sent, self.method.reply_spec(sent, number)
-                self._check(client, number, find_reply_problem(specs, reply))
-                self.bytes_up += reply.nbytes
-                if has_state:
-                    self.client_states.written(client, number)
-                yield self.clients[client], reply
-
-    def _label(self, clients: list[int], number: int) -> str:
-        names = ", ".join(self.clients[client].name for client in clients)
-        return f"client{'s' if len(clients) > 1 else ''} {names} in round {number}"
-
-    def _check(self, client: int, number: int, problem: ReplyProblem | None) -> None:
-        if problem is None:
-            return
-        advice = f" Its training diverged: lower training.lr (now {self.training.lr:g}) or set training.clip = 1.0."
-        label = self._label([client], number)
-        raise ReplyRejected(f"The reply of {label} was refused: {problem}.{advice if problem.diverged else ''}")
-
-    def predict(self, message: Message, *names: str) -> list[NDArray[np.float32]]:
-        """The probabilities of a model on some of the evaluation datasets, computed by all workers."""
-        starts = [(name, start) for name in names for start in range(0, len(self.datasets[name]), CHUNK)]
-        jobs = (Job("predict", chunk, [message], "the evaluation") for chunk in starts)
-        chunks: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names}
-        for job, (reply,) in self._run(jobs, len(starts), message.tensors):
-            chunks[job.arguments[0]].append(reply["scores"].numpy())
-        empty = np.zeros((0, len(self.trainer.task.classes)), np.float32)
-        return [np.concatenate(chunks[name]) if chunks[name] else empty for name in names]
-
-    def evaluate(self, message: Message) -> Evaluation:
-        names = list(self.datasets)
-        if self.method.has("local-models"):
-            scores_by_client = {
-                client: dict(zip(names, self.predict(self._local_model(client, round), *names), strict=True))
-                for client, round in sorted(self.client_states.latest.items())
-            }
-            return evaluate_local_models(self.federation, scores_by_client)
-        scores = self.predict(message, *names)
-        return evaluate_global_model(self.federation, dict(zip(names, scores, strict=True)))
-
-    def _local_model(self, client: int, round: int) -> Message:
-        """The weights that a client keeps in its state."""
-        state = self.client_states.read(self.client_states.path(client, round))
-        return Message(tensors_of(self.method.average_part.name, state))
-
-    def audit_records(self) -> dict[str, float | Tensor]:
-        """What the method logs about its client states and the true targets."""
-        return self.audit.records()
 
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
         torch.set_num_threads(self.threads)
 
-    def _run(self, jobs: Iterator[Job], count: int, shared: Tensors) -> Iterator[tuple[Job, list[Message]]]:
+    def run_jobs(self, jobs: Iterator[Job], count: int, shared: Tensors) -> Iterator[tuple[Job, list[Message]]]:
         if self.pool is not None:
             self.pool.share(shared.values())
             yield from self.pool.run(jobs, count)
             return
         for job in jobs:
-            yield job, self._do_job(job.kind, job.arguments, job.messages)
+            yield job, self._do_job(job)
 
-    # ---- in a worker
-
-    def _do_job(self, kind: str, arguments: tuple, messages: list[Message]) -> list[Message]:
-        return self._train(messages, *arguments) if kind == "train" else [self._predict(messages[0], *arguments)]
-
-    def _train(
-        self, messages: list[Message], indices: list[int], number: int, before: list[int | None]
-    ) -> list[Message]:
-        """`before` are the rounds of the clients' states; None: the client has none yet."""
-        store, versions = self.client_states, list(zip(indices, before, strict=True))
-        clients = [self.trainer.client_in_round(self.federation, self.clients[index], number) for index in indices]
-        try:
-            states = [{} if round is None else store.read(store.path(index, round)) for index, round in versions]
-        except DamagedFile as error:
-            raise DamagedFile(f"{error} Continue with `fedmll resume`, which uses the checkpoint before.") from None
-        replies = self.trainer.train_clients(clients, messages, states)
-        for index, state, reply in zip(indices, states, replies, strict=True):
-            if state:
-                store.write(store.path(index, number), state, durable=False)
-            reply.numbers[HAS_STATE] = float(bool(state))
+    def _do_job(self, job: Job) -> list[Message]:
+        """In a worker. Client states are files, which worker and parent share."""
+        if job.kind == "predict":
+            return [self.runner.predict(job.messages[0], *job.arguments)]
+        clients, number, _ = job.arguments
+        states = self.read_client_states(job)
+        replies = self.runner.train(job.messages, states, clients, number)
+        self.write_client_states(job, states)
         return replies
-
-    def _predict(self, message: Message, name: str, start: int) -> Message:
-        self.trainer.receive(message)
-        data: Dataset = self.datasets[name]
-        return Message({"scores": self.trainer.predict(data, start, min(start + CHUNK, len(data)))})
-
-
-def group_clients(order: list[int], clients_per_batch: int | None) -> list[list[int]]:
-    """Groups of at most `clients_per_batch` clients and of about equal size. They do not depend on the workers."""
-    count = -(-len(order) // (clients_per_batch or 1))
-    bounds = [len(order) * number // count for number in range(count + 1)] if count else []
-    return [order[start:stop] for start, stop in pairwise(bounds)]
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device = 'cuda', but torch finds no CUDA device here; use --device cpu or auto.")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)

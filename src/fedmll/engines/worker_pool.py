@@ -98,7 +98,7 @@ class Job:
     tries: int = field(default=0, compare=False)
 
 
-JobFunction = Callable[[str, tuple, list[Message]], list[Message]]
+JobFunction = Callable[[Job], list[Message]]
 Bundle = list[tuple[int, Job]]  # jobs with their places
 Header = dict[str, tuple[bool, Entry]]  # of each tensor: whether it is shared, and where it lies
 
@@ -262,7 +262,7 @@ def _serve(
                     )
                     for header, numbers in headers
                 ]
-                replies = do_job(kind, arguments, messages)
+                replies = do_job(Job(kind, arguments, messages, label=""))
                 done.append([(outbox.write_all(reply.tensors), reply.numbers) for reply in replies])
             pipe.send(("done", time.process_time() - begin, done))
         except Exception as error:

@@ -16,6 +16,7 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -118,13 +119,11 @@ def as_map(vectors: Tensor) -> Tensor:
     return vectors[:, :, None, None]
 
 
-def store_frozen_features(
-    backbone: Backbone, store: NDArray[Any], augmentation: str, views: int, seed: int,
-    normalise: Callable[[Tensor], Tensor], scale: object, progress: Progress = no_progress, *, means: bool = False,
-) -> Tokens | Means:  # fmt: skip
-    """Compute the tokens of all images of a store, or read them from the cache.
+@dataclass(frozen=True, kw_only=True)
+class FrozenFeatures:
+    """The tokens that a frozen backbone computes of all images of a store, or their means; kept in the cache.
 
-    Args:
+    Attributes:
         backbone: the frozen backbone.
         store: the images.
         augmentation: the augmentation of all views but the first; it depends on the seed, the view and the image.
@@ -132,29 +131,85 @@ def store_frozen_features(
         seed: the seed of the augmentation.
         normalise: scales pixels in [0, 1] for the backbone.
         scale: the parameters of `normalise`, for the cache key.
-        progress: called with the number of images.
-        means: return the means of the tokens instead, bit for bit as a head would compute them in each step.
+        means: the means of the tokens are wanted, bit for bit as a head would compute them in each step.
     """
-    backbone.eval()
-    device = next(backbone.parameters()).device
-    with torch.no_grad():
-        shape = features_of(backbone, normalise(torch.zeros(1, *store.shape[1:], device=device))).shape[1:]
-    drawn: tuple[object, ...] = ()
-    if views > 1:
-        drawn = (augmentation, seed, BATCH, _code_hash(registry.find("augmentation", augmentation)))
-    if backbone.pooling is not None:
-        drawn += (backbone.pooling, _code_hash(PooledStages))
-    network = (_digest(backbone), _code_hash(type(backbone)), tuple(shape))
-    key = content_key("tokens", store_key(store), *network, scale, views, *drawn)
-    fill = _FeatureWriter(backbone, store, augmentation, views, seed, normalise, progress)
 
-    def tokens() -> Tokens:
-        return cached_array(key, lambda: ((views, len(store), *shape), fill), progress, "features", np.float16)
+    backbone: Backbone
+    store: NDArray[Any]
+    augmentation: str
+    views: int
+    seed: int
+    normalise: Callable[[Tensor], Tensor]
+    scale: object
+    means: bool = False
 
-    if not means:
-        return tokens()
-    backbone.stores_means = True
-    return cached_array(content_key("means", key), lambda: _mean_filler(tokens()), progress, "features", np.float32)
+    @property
+    def device(self) -> torch.device:
+        return next(self.backbone.parameters()).device
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tokens."""
+        with torch.no_grad():
+            blank = self.normalise(torch.zeros(1, *self.store.shape[1:], device=self.device))
+            found = features_of(self.backbone.eval(), blank).shape[1:]
+        return (self.views, len(self.store), *found)
+
+    @cached_property
+    def tokens_key(self) -> str:
+        """The cache key of the tokens."""
+        backbone, drawn = self.backbone, tuple[object, ...]()
+        if self.views > 1:
+            code = _code_hash(registry.find("augmentation", self.augmentation))
+            drawn = (self.augmentation, self.seed, BATCH, code)
+        if backbone.pooling is not None:
+            drawn += (backbone.pooling, _code_hash(PooledStages))
+        network = (_digest(backbone), _code_hash(type(backbone)), self.shape[2:])
+        return content_key("tokens", store_key(self.store), *network, self.scale, self.views, *drawn)
+
+    @property
+    def key(self) -> str:
+        """The cache key of what `load` returns."""
+        return content_key("means", self.tokens_key) if self.means else self.tokens_key
+
+    def load(self, progress: Progress = no_progress, *, processes: int | None = None) -> Tokens | Means:
+        """Read the tokens or their means from the cache. What is not there is computed.
+
+        Args:
+            progress: called with the number of images.
+            processes: how many processes compute; by default one per core. 0: this process. A backbone on a GPU is
+                always used in this process.
+        """
+        self.backbone.eval()
+        if not self.means:
+            return self._tokens(progress, processes)
+        self.backbone.stores_means = True
+
+        def prepare() -> tuple[tuple[int, ...], Callable[[Means], None]]:
+            return _mean_filler(self._tokens(progress, processes))
+
+        return cached_array(self.key, prepare, progress, "features", np.float32)
+
+    def _tokens(self, progress: Progress, processes: int | None) -> Tokens:
+        if processes is None:
+            processes = len(os.sched_getaffinity(0))
+        fill = _FeatureWriter(self, progress, processes if self.device.type == "cpu" else 0)
+        return cached_array(self.tokens_key, lambda: (self.shape, fill), progress, "features", np.float16)
+
+    def batches(self) -> list[tuple[int, int]]:
+        """The view and the first image of each batch. What a batch contains does not depend on who computes it."""
+        return [(view, start) for view in range(self.views) for start in range(0, len(self.store), BATCH)]
+
+    def compute(self, view: int, start: int) -> Tokens:
+        """The tokens of one batch."""
+        self.backbone.eval()
+        with torch.inference_mode():
+            rows = np.array(self.store[start : start + BATCH])
+            images = torch.from_numpy(rows).to(self.device).float().mul_(1 / 255)
+            if view:
+                images = augment(images, self.augmentation, torch_generator(self.seed, "view", view, start))
+            found: Tokens = features_of(self.backbone, self.normalise(images)).half().cpu().numpy()
+        return found
 
 
 def _mean_filler(tokens: Tokens) -> tuple[tuple[int, ...], Callable[[Means], None]]:
@@ -170,21 +225,18 @@ def _mean_filler(tokens: Tokens) -> tuple[tuple[int, ...], Callable[[Means], Non
 
 @dataclass(frozen=True)
 class _FeatureWriter:
-    backbone: Backbone
-    store: NDArray[Any]
-    augmentation: str
-    views: int
-    seed: int
-    normalise: Callable[[Tensor], Tensor]
+    """Computes all tokens, with some processes; 0: in this process."""
+
+    features: FrozenFeatures
     progress: Progress
+    processes: int
 
     def __call__(self, tokens: Tokens) -> None:
-        """Compute the tokens, with one process per core unless the backbone is on another device."""
-        done, total = multiprocessing.Value("q", 0), self.views * len(self.store)
-        if next(self.backbone.parameters()).device.type != "cpu":
+        done, total = multiprocessing.Value("q", 0), self.features.views * len(self.features.store)
+        if not self.processes:
             self._compute_share(tokens, 0, 1, done)
             return
-        cores = len(os.sched_getaffinity(0))
+        cores = self.processes
         workers = [fork_process(self._compute_in_worker, tokens, k, cores, done) for k in range(cores)]
         try:
             for worker in workers:
@@ -204,17 +256,11 @@ class _FeatureWriter:
         self._compute_share(tokens, first, cores, done)
 
     def _compute_share(self, tokens: Tokens, first: int, cores: int, done: Any) -> None:
-        device = next(self.backbone.parameters()).device
-        work = [(view, start) for view in range(self.views) for start in range(0, len(self.store), BATCH)]
-        with torch.inference_mode():
-            for view, start in work[first::cores]:
-                rows = slice(start, start + BATCH)
-                images = torch.from_numpy(np.array(self.store[rows])).to(device).float().mul_(1 / 255)
-                if view:
-                    images = augment(images, self.augmentation, torch_generator(self.seed, "view", view, start))
-                tokens[view, rows] = features_of(self.backbone, self.normalise(images)).half().cpu().numpy()
-                with done.get_lock():
-                    done.value += len(images)
+        for view, start in self.features.batches()[first::cores]:
+            found = self.features.compute(view, start)
+            tokens[view, start : start + BATCH] = found
+            with done.get_lock():
+                done.value += len(found)
 
 
 def _code_hash(thing: Any) -> str:

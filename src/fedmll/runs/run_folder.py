@@ -158,7 +158,7 @@ class RunFolder:
         try:
             with self.lock():
                 self.check_vacant()
-                plugins = _installed_plugins(experiment)
+                plugins = registry.plugin_versions(experiment.plugins)
                 if any(plugins.values()):
                     self._write(PLUGINS_FILE, json.dumps(plugins, indent=1) + "\n")
                 self.write_experiment(experiment)  # last: with it the folder is a run
@@ -225,7 +225,7 @@ class RunFolder:
         if not self.has(PLUGINS_FILE):
             return []
         saved, warnings = self._read_plugins(), []
-        checksums, versions = _installed_plugins(experiment).values()
+        checksums, versions = registry.plugin_versions(experiment.plugins).values()
         for file, checksum in saved["files"].items():
             if checksum not in checksums.values():
                 change = "has changed since the run began" if file in checksums else "is no longer used"
@@ -555,12 +555,6 @@ def _format_rows(rows: Iterable[MetricsRow]) -> str:
 
 def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _installed_plugins(experiment: Experiment) -> dict[str, dict[str, str]]:
-    """Plug-in files with their checksums, and installed packages with plug-ins with their versions."""
-    packages = {entry.dist.name: entry.dist.version for entry in registry.installed_plugins() if entry.dist}
-    return {"files": {file: files.checksum(Path(file)) for file in experiment.plugins}, "packages": packages}
 
 
 def _number(text: str) -> float | int:

@@ -24,7 +24,8 @@ from fedmll.core.text import printable
 from fedmll.data import federation
 from fedmll.data.federation import Federation
 from fedmll.engines.base import Engine, RoundResult
-from fedmll.engines.local import LocalEngine
+from fedmll.engines.simulation import SimulationEngine
+from fedmll.engines.start import prepare_engine, start_engine
 from fedmll.evaluation.evaluate import Evaluation
 from fedmll.evaluation.metric_definitions import LOG, SELECTION, metrics_in
 from fedmll.evaluation.site_metrics import evaluate_by_site
@@ -75,9 +76,9 @@ def run(
             return replace(run(experiment, Path(folder) / "run", callback=callback, prepared=prepared), folder=None)
     run_folder = RunFolder(out)
     run_folder.check_vacant()
+    prepare_engine(experiment.engine)
     data = _build_federation(experiment, prepared, callback)
-    engine = LocalEngine(data, run_folder.client_state_folder, callback.on_setup_progress)
-    with closing(engine):
+    with closing(start_engine(data, run_folder.client_state_folder, callback.on_setup_progress)) as engine:
         run_folder.create(data.experiment)
         return train(data, engine, run_folder, callback)
 
@@ -123,8 +124,9 @@ def resume(
     if experiment.training.loss.startswith(registry.OBJECT_PREFIX):
         registry.find("loss", experiment.training.loss)  # refused before anything starts
     check_fingerprint(folder.checkpoint_folder, experiment.fingerprint())
+    prepare_engine(experiment.engine)
     divided = _build_federation(experiment, prepared, callback)
-    with closing(LocalEngine(divided, folder.client_state_folder, callback.on_setup_progress)) as running:
+    with closing(start_engine(divided, folder.client_state_folder, callback.on_setup_progress)) as running:
         return train(divided, running, folder, callback, before)
 
 
@@ -192,6 +194,8 @@ class _TrainingLoop:
     ) -> None:
         self.federation, self.engine, self.folder, self.callback, self.log = data, engine, folder, callback, log
         self.experiment, self.notes = data.experiment, (*data.notes, *data.experiment.notes)
+        if isinstance(engine, SimulationEngine):
+            engine.on_warning = self._warn
         self.rows: list[MetricsRow] = []
         self.best: dict[str, float] = {}  # round and value of the best validation so far
         self.best_tensors: Tensors = {}

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -97,11 +97,38 @@ def cached_array(
     with _locked(path, lambda: progress(0, 1, f"{what}: waiting for another process that does the same work")):
         images = _mapped(path, kind)  # another process may have built it in the meantime
         if images is None:
-            _build(path, *prepare(), kind)
+            shape, fill = prepare()
+            with _new_array(path, shape, kind) as built:
+                fill(built)
             images = _mapped(path, kind)
     if images is None:
         raise DataError(f"The image cache '{path}' cannot be read back after it was written; check the disk.")
     return images
+
+
+def find_cached_array(key: str, kind: Any) -> NDArray[Any] | None:
+    """The memory-mapped array with this key, if it exists."""
+    return _mapped(image_folder() / f"{key}.npy", kind)
+
+
+class CachedArrayWriter:
+    """Writes an array of the cache in pieces. Until `finish` the file does not exist; other processes wait for it."""
+
+    def __init__(self, key: str, shape: tuple[int, ...], kind: Any) -> None:
+        path = image_folder() / f"{key}.npy"
+        with ExitStack() as stack:
+            stack.enter_context(_locked(path))
+            self.array = stack.enter_context(_new_array(path, shape, kind))
+            self.stack = stack.pop_all()
+
+    def finish(self) -> None:
+        self.stack.close()
+
+    def abandon(self) -> None:
+        """Nothing is kept."""
+        stop = KeyboardInterrupt()
+        with suppress(KeyboardInterrupt):
+            self.stack.__exit__(KeyboardInterrupt, stop, None)
 
 
 def cached_json(key: str, make: Callable[[], dict[Any, Any]]) -> dict[str, Any]:
@@ -153,7 +180,9 @@ def _read_facts(path: Path) -> dict[str, Any] | None:
         raise _unusable(path.parent, error) from None
 
 
-def _build(path: Path, shape: tuple[int, ...], fill: Fill, kind: Any) -> None:
+@contextmanager
+def _new_array(path: Path, shape: tuple[int, ...], kind: Any) -> Iterator[NDArray[Any]]:
+    """An array that becomes the file `path` when the block ends without an error. The caller holds the lock."""
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         leftover.unlink(missing_ok=True)  # we hold the lock, so the process that wrote this was killed
     needed, free = math.prod(shape) * np.dtype(kind).itemsize, shutil.disk_usage(path.parent).free
@@ -165,7 +194,7 @@ def _build(path: Path, shape: tuple[int, ...], fill: Fill, kind: Any) -> None:
         )
     with atomic_replace(path) as temporary:
         images = np.lib.format.open_memmap(temporary, mode="w+", dtype=kind, shape=shape)
-        fill(images)
+        yield images
         images.flush()
 
 

@@ -9,7 +9,6 @@ At the server; start with `engine`:
 - `site_evaluation`: evaluation of the global model at the sites
 - `superlink`: the server's connection to its SuperLink
 - `request_guard`: what the SuperLink's port accepts
-- `server_app`: the ServerApp, for Flower's simulation engine on Ray
 
 At a site:
 - `client_app`: the ClientApp, which answers the server's messages

@@ -272,7 +272,7 @@ dependencies = []
 publisher = "fedmll"
 
 [tool.flwr.app.components]
-serverapp = "fedmll.deploy.flower.server_app:app"
+serverapp = "fedmll.deploy.server.serve:run_federation"
 clientapp = "fedmll.deploy.flower.client_app:app"
 
 [tool.flwr.app.config]

@@ -7,7 +7,6 @@ a reply of the method, or an error code.
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -40,7 +39,6 @@ from fedmll.deploy.site.site_config import SERVER_CERTIFICATE, read_site_file
 from fedmll.deploy.site.worker import SiteWorker, delete_client_state
 from fedmll.methods.framework.method import Method
 
-SITES = "FEDMLL_SITES"  # the environment variable with the folder of the sites of a simulation
 HELLO, TRAIN, EVALUATE, MODEL, BYE = "query.hello", "train", "evaluate", "query.model", "query.bye"
 MESSAGE_TYPES = (HELLO, TRAIN, EVALUATE, MODEL, BYE)
 
@@ -289,8 +287,5 @@ def _setup(info: Info) -> StudySetup:
 
 
 def _site_file(context: Context) -> Path:
-    """The file with the site's configuration: the node's own, or (in a simulation) the n-th of a folder."""
-    if "site" in context.node_config:
-        return Path(str(context.node_config["site"]))
-    sites = sorted(Path(str(context.run_config.get("sites") or os.environ[SITES])).glob("*.json"))
-    return sites[int(context.node_config["partition-id"])]
+    """The file with the site's configuration."""
+    return Path(str(context.node_config["site"]))

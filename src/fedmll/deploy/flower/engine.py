@@ -36,7 +36,7 @@ from fedmll.deploy.model_delivery import ModelDelivery, SiteThresholds, describe
 from fedmll.deploy.server import site_federation
 from fedmll.engines.base import RoundResult
 from fedmll.engines.client_trainer import Trainer
-from fedmll.engines.local import choose_device
+from fedmll.engines.devices import choose_device
 from fedmll.evaluation import metrics
 from fedmll.evaluation.evaluate import Evaluation, evaluate_global_model
 from fedmll.evaluation.histogram_metrics import FederatedHistograms

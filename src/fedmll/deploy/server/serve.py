@@ -243,7 +243,7 @@ def run_federation(
     confirm: Confirm = confirm_at_terminal,
     signing_key: ec.EllipticCurvePrivateKey | None = None,
 ) -> Result:
-    """Run a federation on any of Flower's Grids: that of a SuperLink, or of the simulation engine.
+    """Run a federation on a Grid of Flower: that of a SuperLink, or one of a test.
 
     `experiment` is the one in the run's folder. `check_alive` raises when the SuperLink has ended. `signing_key`
     is that of the server's certificate; it signs the head of the audit log.

@@ -30,7 +30,7 @@ from fedmll.deploy.site.memory_estimate import GIGABYTE, estimate_memory, find_f
 from fedmll.deploy.site.site_config import Site
 from fedmll.engines.client_state import ClientStateStore
 from fedmll.engines.client_trainer import Trainer, with_tokens
-from fedmll.engines.local import choose_device
+from fedmll.engines.devices import choose_device
 from fedmll.evaluation import metrics
 from fedmll.evaluation.histograms import score_histograms
 from fedmll.evaluation.metric_definitions import ON_VALIDATION
