@@ -278,6 +278,54 @@ def test_frozen_features_of_sites(both: Values, tmp_path: Path) -> None:
     assert weights(tmp_path, both, "frozen")
 
 
+def test_the_model_file_has_no_folder_of_a_site_and_predicts(both: Values, tmp_path: Path) -> None:
+    from fedmll import load_model
+
+    weights(tmp_path, both, "run")
+    file = tmp_path / "run" / "model.safetensors"
+    assert str(tmp_path).encode() not in file.read_bytes()
+    images = np.zeros((2, 3, SIDE, SIDE), np.uint8)
+    assert load_model(file).predict(images).shape == (2, len(CLASSES))
+
+
+def test_official_validation_data_is_training_data_unless_all_sites_have_some(tmp_path: Path) -> None:
+    values = nih_and_chexpert(tmp_path)
+    folder = tmp_path / "chexpert" / "CheXpert-v1.0-small"
+    valid = (folder / "valid.csv").read_text()
+    (folder / "test.csv").write_text(valid.replace("/valid/", "/test/"))
+    (folder / "test").mkdir()
+    (folder / "valid" / "patient64541").rename(folder / "test" / "patient64541")
+    official.picture(folder / "valid" / "patient64541" / "study1" / "view1_frontal.jpg", 5, grey=True)
+    (folder / "test.csv").write_text(valid.replace("/valid/", "/test/").replace("64541", "64999"))
+    (folder / "test" / "patient64541").rename(folder / "test" / "patient64999")
+    found = build(values)
+    assert len(of_site(found.source, "chexpert")) == 3 and len(of_site(found.test, "chexpert")) == 1
+    assert any("its validation data is used for training" in note for note in found.notes)
+    values["sites"] = values["sites"][1:]
+    values["study"]["classes"] = ["Cardiomegaly", "Effusion", "Fracture"]
+    found = build(values)
+    assert len(of_site(found.source, "chexpert")) == 2 and len(found.validation) == 1
+
+
+def test_sites_of_feature_vectors(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, classes in (("a", ["x", "y"]), ("b", ["y", "z"])):
+        x, y = rng.random((40, 3)).astype(np.float32), np.eye(2, dtype=np.int8)[np.arange(40) % 2]
+        arrays = {"x_train": x[:30], "y_train": y[:30], "x_test": x[30:], "y_test": y[30:]}
+        np.savez(tmp_path / f"{name}.npz", **arrays, classes=np.array(classes))
+    found = build({"sites": [{"name": name, "data": f"features:{tmp_path / name}.npz"} for name in ("a", "b")]})
+    assert found.train.classes == ("x", "y", "z") and found.train.sample_shape == (3,)
+    assert found.experiment.model.backbone == "mlp"
+
+
+def test_tables_are_not_comparable(tmp_path: Path) -> None:
+    table = tmp_path / "a.csv"
+    rows = [f"{number},{number % 2},{number // 2 % 2}" for number in range(30)]
+    table.write_text("\n".join(["f,label:x,label:y", *rows]) + "\n")
+    with pytest.raises(ConfigError, match="'a': a table's columns become numbers by its own rows"):
+        build({"sites": [{"name": "a", "data": f"table:{table}"}]})
+
+
 # Beginner's mistakes: each is one sentence
 
 
@@ -307,7 +355,7 @@ MISTAKES: dict[str, tuple[Callable[[Values], None], str]] = {
     "another dataset's folder": (site(0, root="../voc"), "'coco': .*does not exist|'coco': The data of 'coco:2014'"),
     "a source that does not exist": (site(0, data="cocoo:2014"), "'coco': There is no data source called 'cocoo"),
     "a source without its year": (site(0, data="coco"), "'coco': 'coco' is not known; write coco:2014"),
-    "two sites of one name": (site(0, name="voc"), "'voc' and 'voc' have the same name"),
+    "two sites of one name": (site(0, name="voc"), "two sites have the name 'voc'"),
     "a name with blanks": (site(0, name="my site"), "sites: .*a site's name has"),
     "an unknown key": (site(0, renames={}), "renames"),
     "a window for 8-bit images": (site(0, window=[0, 4095]), "'coco': data.window is for"),

@@ -95,16 +95,14 @@ def _resolve_sites(experiment: Experiment) -> Experiment:
             f"annotation.kind = '{experiment.annotation.kind}': with [[sites]] the sources say which classes are "
             "annotated. Leave it out."
         )
-    seen: dict[Any, str] = {}
+    names = [site.name for site in sites]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"[[sites]]: two sites have the name '{twice}'. Rename one of them.")
     resolved = []
     for site in sites:
         root = site.root if site.root is None or data.root is not None else site.root.expanduser().absolute()
         resolved.append(site.model_copy(update={"root": root}))
-        for key in (site.name, (site.data, root)):
-            if key in seen:
-                what = "have the same name" if key == site.name else f"read the same data ({site.data})"
-                raise ConfigError(f"[[sites]]: '{seen[key]}' and '{site.name}' {what}. Change one of them.")
-            seen[key] = site.name
         if site.partition is not None and site.partition.kind in ("feature-skew", "file", SITES):
             raise ConfigError(
                 f"[[sites]] '{site.name}': partition.kind = '{site.partition.kind}' is for all data, not for one site."

@@ -33,6 +33,7 @@ NAMED = 8  # classes in a message
 def load_sites(experiment: Experiment, progress: Progress = no_progress) -> Splits:
     """Load the data of all sites with the classes of the study; `Dataset.sites` says where a sample comes from."""
     assert experiment.sites is not None
+    _check_different_data(experiment)
     loaded = {site.name: _load_site(experiment, site, progress) for site in experiment.sites}
     notes = [f"site {name}: {note}" for name, splits in loaded.items() for note in splits.notes]
     loaded, added = _use_validation_data(loaded)
@@ -79,10 +80,27 @@ def _load_site(experiment: Experiment, site: SiteSettings, progress: Progress) -
         )
     except (ConfigError, DataError) as error:
         raise type(error)(f"[[sites]] '{site.name}': {error}") from error
+    if splits.encoding is not None:
+        raise ConfigError(
+            f"[[sites]] '{site.name}': a table's columns become numbers by its own rows, so two tables are not "
+            "comparable. Put all rows into one table with a column `client`; blank labels are unknown."
+        )
     if site.limit is not None and site.limit < len(splits.train):
         drawn = numpy_generator(experiment.seed, "limit", site.name).permutation(len(splits.train))[: site.limit]
         splits = replace(splits, train=splits.train.subset(np.sort(drawn)))
     return splits
+
+
+def _check_different_data(experiment: Experiment) -> None:
+    """The same samples at two sites would be training data of one and test data of another."""
+    seen: dict[tuple[str, Path | None], str] = {}
+    for site in experiment.sites or ():
+        other = seen.setdefault((site.data, find_root(site, experiment.data)), site.name)
+        if other != site.name:
+            raise ConfigError(
+                f"[[sites]]: '{other}' and '{site.name}' read the same data ({site.label}). Change one of them, or "
+                "divide one site among several clients ([sites.partition])."
+            )
 
 
 def find_root(site: SiteSettings, data: DataSettings) -> Path | None:

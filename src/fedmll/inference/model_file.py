@@ -70,6 +70,9 @@ def describe_model(
     values = experiment.model_dump(mode="json", exclude_none=True, exclude={"engine", "plugins"})
     values["data"].pop("root", None)
     values["data"]["name"] = _without_folders(values["data"]["name"])
+    for site in values.get("sites", ()):
+        site.pop("root", None)
+        site["data"] = _without_folders(site["data"])
     if "file" in values["partition"]:
         values["partition"]["file"] = _without_folders(values["partition"]["file"])
     values["method"] = {name: _without_folders(value) for name, value in values["method"].items()}  # text encoders

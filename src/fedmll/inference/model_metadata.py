@@ -25,7 +25,7 @@ from fedmll.core.versions import fedmll_version
 FORMAT_VERSION = 1
 # Settings of an experiment that a model file never has; None: the whole section
 NEVER_STORED: dict[str, set[str] | None] = {
-    "engine": None, "plugins": None, "data": {"root"}, "model": {"weights"}
+    "engine": None, "plugins": None, "data": {"root"}, "model": {"weights"}, "sites": {"root"}
 }  # fmt: skip
 
 MAX_METADATA = 2**24  # characters of JSON
@@ -156,6 +156,9 @@ def _unknown_keys(description: Mapping[str, Any]) -> Iterator[str]:
         elif section != "method" and isinstance(values, Mapping):  # the method checks its own options
             known = _section_keys(section) - never_stored
             yield from (f"experiment.{section}.{key}" for key in values if key not in known)
+        elif isinstance(values, list):  # [[sites]]
+            sites = [site for site in values if isinstance(site, Mapping)]
+            yield from (f"experiment.{section}.{key}" for site in sites for key in site if key in never_stored)
 
 
 def _section_keys(section: str) -> set[str]:
@@ -172,6 +175,11 @@ def build_experiment(file: Path, description: Mapping[str, Any]) -> Experiment:
     }
     if isinstance(values.get("data"), dict) and isinstance(values["data"].get("name"), str):
         values["data"]["name"] = values["data"]["name"].partition(":")[0]  # the source, without its file
+    if isinstance(values.get("sites"), list):
+        values["sites"] = [
+            {**site, "data": str(site.get("data")).partition(":")[0]} if isinstance(site, Mapping) else site
+            for site in values["sites"]
+        ]
     if isinstance(values.get("partition"), dict):
         values["partition"].pop("file", None)
     if isinstance(values.get("model"), dict):
