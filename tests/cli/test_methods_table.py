@@ -96,7 +96,12 @@ def test_options_are_described_with_range_and_default() -> None:
     assert rows["server_beta1"] == ("≥ 0 and < 1 or auto", "auto")
     assert rows["fine_names"] == ("text or none", "none")
     assert rows["fine"] == ("concat, average", "concat")
-    assert [row[0] for row in groups[""]] == ["start", "ca_mle", "average"]  # the method's own, of no head or part
+    assert [row[0] for row in groups[""]] == [
+        "start",
+        "ca_mle",
+        "refit",
+        "average",
+    ]  # the method's own, of no head or part
     assert any(title.startswith("average 'trimmed-mean': The mean in every coordinate") for title in groups)
     composed = {row[0]: row[2:] for row in dict(describe_options(find("compose")))[""]}
     assert composed["parts"] == ("names", "unknown-as-negative")

@@ -69,6 +69,7 @@ def test_error_names_the_unknown_or_impossible_setting(values: dict, message: st
 AVERAGE = {"average": "mean", "trim": 0.2}
 START = {"start": "seed", "ridge": "gcv", "ridge_balanced": False, "server_optimizer": "none", "server_lr": "auto"}
 START |= {"server_beta1": "auto", "server_beta2": 0.99, "server_tau": 1e-3}
+START |= {"refit": "none", "logistic": "held-out", "logistic_balanced": False, "logistic_rounds": 10}
 
 
 def test_changed_method_starts_with_its_own_options() -> None:

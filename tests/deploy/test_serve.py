@@ -158,7 +158,7 @@ def test_run_goes_on_without_a_client(consortium: Consortium, tmp_path: Path) ->
     out, hear = tmp_path / "out", RecordingCallback()
     drive(consortium, make_grid(consortium, tmp_path), out, training__rounds=1)
     (out / "summary.json").unlink()
-    text = (out / "experiment.toml").read_text().replace("rounds = 1", "rounds = 2")
+    text = (out / "experiment.toml").read_text().replace("\nrounds = 1\n", "\nrounds = 2\n")
     (out / "experiment.toml").write_text(text)
     server_settings.write_server_settings(
         ServerSettings(clients=NAMES, min_clients=3, round_timeout=5, join_timeout=2, run="run1"), out

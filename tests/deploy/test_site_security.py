@@ -34,6 +34,7 @@ from fedmll.config.experiment import Experiment
 from fedmll.core.errors import ClientError, ConfigError, DataError, FederationError, ReplyRejected
 from fedmll.core.message import Message
 from fedmll.core.text import confirm_at_terminal, printable
+from fedmll.data.federation import build
 from fedmll.data.fingerprint import LARGEST_READ, compute_digest
 from fedmll.data.images.cache import cache_folder, cached_array, image_cache_in, image_folder
 from fedmll.deploy import experiment_for_sites, file_references
@@ -57,6 +58,10 @@ from fedmll.deploy.site.server_access import ServerAccess, ServerAnswer
 from fedmll.deploy.site.site_config import Site, SiteLimits, read_site_file, write_site_file
 from fedmll.deploy.site.site_data import SiteDataSummary
 from fedmll.deploy.site.worker import SiteWorker
+from fedmll.methods import build_method
+from fedmll.methods.framework.method import Method
+from fedmll.methods.framework.task import task_of
+from fedmll.testing import experiment
 
 
 def modes(folder: Path) -> set[tuple[str, int]]:
@@ -596,6 +601,11 @@ def test_only_the_end_message_of_its_own_run_ends_a_join(consortium: Consortium,
     assert join_state.run_ended
 
 
+def method_of_two_rounds(refit: str = "none") -> Method:
+    made = experiment(training__rounds=2, method__refit=refit)
+    return build_method(task_of(build(made)))
+
+
 @pytest.mark.parametrize(
     "about",
     [
@@ -612,12 +622,18 @@ def test_only_the_end_message_of_its_own_run_ends_a_join(consortium: Consortium,
 )
 def test_round_must_be_one_of_the_experiment(about: dict[str, Any]) -> None:
     with pytest.raises(SiteError, match="which round"):
-        client_app._parse_rounds(about, 2)
+        client_app._parse_rounds(about, method_of_two_rounds())
 
 
 def test_valid_rounds_are_accepted() -> None:
-    assert client_app._parse_rounds({"round": 3, "state_round": 2, "keep_rounds": [0, 1]}, 2) == (3, 2, [0, 1])
-    assert client_app._parse_rounds({"round": 0, "state_round": None, "keep_rounds": None}, 2) == (0, None, None)
+    parse, method = client_app._parse_rounds, method_of_two_rounds()
+    assert parse({"round": 3, "state_round": 2, "keep_rounds": [0, 1]}, method) == (3, 2, [0, 1])
+    assert parse({"round": 0, "state_round": None, "keep_rounds": None}, method) == (0, None, None)
+    refit = method_of_two_rounds(refit="logistic")
+    last = max(refit.exchange_rounds("closing"))
+    assert parse({"round": last}, refit)[0] == last > 3
+    with pytest.raises(SiteError, match="which round"):
+        parse({"round": last + 1}, refit)
 
 
 # ---- join itself, with a SuperNode that is none

@@ -101,7 +101,8 @@ def test_vectorized_training_equals_sequential_except_for_the_last_bits(vectors:
     one, other = run(alone), run(at_once)
     assert_close(one.weights, other.weights)
     for first, second in zip(one.rows, other.rows, strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
+        if first["round"] <= alone.training.rounds:  # a closing exchange trains nothing
+            assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
 
 
 def test_vectorized_training_equals_fedavg_by_hand(vectors: dict[str, Any]) -> None:
