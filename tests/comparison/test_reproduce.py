@@ -176,7 +176,10 @@ def test_wrong_names_are_refused() -> None:
 
 
 def test_damaged_record_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "reproduction.json").write_text('{"title": "x", "groups": ["../other"], "tables": [], "notes": []}')
+    (tmp_path / "reproduction.json").write_text(
+        '{"table": "fedlgt/1", "small": true, "seeds": [], "title": "x", "groups": ["../other"], "some_groups": false, '
+        '"changed_settings": {}, "values": [], "tables": [], "notes": []}'
+    )
     with pytest.raises(DataError, match=r"reproduction.json is damaged .*not the name of a folder"):
         read_reproduction(tmp_path)
 

@@ -35,6 +35,13 @@ def reproduce(
     list_tables: Annotated[
         bool, typer.Option("--list", help="List all tables and figures, what each needs, and whether it is here.")
     ] = False,
+    claims: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with folders of this command: judge the papers' claims by them, and write claims.md and "
+            "claims.csv there."
+        ),
+    ] = None,
     small: Annotated[
         bool, typer.Option("--small", help="A small variant: few images and rounds, a frozen backbone.")
     ] = False,
@@ -61,6 +68,11 @@ def reproduce(
     """
     if list_tables:
         show_list(root, small)
+        return
+    if claims is not None:
+        if name is not None:
+            raise ConfigError("--claims judges tables that were run before: leave the name of the table out.")
+        show_claims(claims)
         return
     if name is None:
         raise ConfigError("Name a table, for example `fedmll reproduce fednca-ml/1 --small`; --list shows all.")
@@ -96,6 +108,20 @@ def reproduce(
     say(f"tables and every run in {out}; `fedmll report {out}` makes a page of it")
     if not found.finished_runs:
         raise typer.Exit(1)
+
+
+def show_claims(folder: Path) -> None:
+    """Print and write which claims of the papers hold in the tables of a folder."""
+    from fedmll.comparison.claims import judge_claims
+
+    judged = judge_claims(folder)
+    judged.write(folder)
+    for name in judged.records:
+        print_table(name, *judged.table_of(name), words=True)
+    print_table("claims", *judged.summary)
+    for claim in judged.not_run:
+        print_markup(f"[yellow]note:[/] {escape(f'not run: {claim.table}: {claim.statement}')}")
+    say(f"the page is {folder / 'claims.md'}")
 
 
 def show_list(root: Path | None, small: bool) -> None:

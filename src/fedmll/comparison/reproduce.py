@@ -5,7 +5,7 @@ Each column group of the table is one comparison, in a folder of its own. The sa
 GROUP/                   a comparison (see `comparison_folder`); the folder itself for a table without column groups
 reproduction.md, .tex    the tables below, for people
 reproduction.csv         one line per group, row and metric: published, ours, difference
-reproduction.json        the same tables and notes, for `fedmll report`
+reproduction.json        the same tables and notes, and the value of each seed, for `fedmll report` and claims.py
 """
 
 from __future__ import annotations
@@ -194,9 +194,25 @@ class Reproduction:
             for title, (header, rows) in self.tables
         ]
         files.write_atomic(out / "reproduction.tex", "\n".join([f"% {escape_latex(self.title)}\n", *latex]))
+        values = [
+            {
+                "group": value.group,
+                "row": value.row,
+                "metric": value.metric,
+                "published": None if value.published is None else value.published.value,
+                "ours": dict(value.ours),
+            }
+            for value in self.values
+        ]
         record = {
+            "table": self.table.name,
+            "small": self.small,
+            "seeds": list(self.seeds),
             "title": self.title,
             "groups": list(self.changed_settings),  # those that were run
+            "some_groups": len(self.changed_settings) < len(self.table.groups),
+            "changed_settings": self.changed_settings,
+            "values": values,
             "tables": [{"title": title, "header": header, "rows": rows} for title, (header, rows) in self.tables],
             "notes": self.notes,
         }

@@ -1,4 +1,4 @@
-"""`ReproductionRecord`: what reproduction.json holds, in a folder of `fedmll reproduce`; reports read it."""
+"""`ReproductionRecord`: what reproduction.json holds, in a folder of `fedmll reproduce`; reports and claims read it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,40 @@ class TitledTable(BaseModel):
     rows: list[list[str]]
 
 
-class ReproductionRecord(BaseModel):
-    """The contents of reproduction.json."""
+class RecordedValue(BaseModel):
+    """A figure of the table: what the paper has, and the value of each finished seed."""
 
+    group: str
+    row: str
+    metric: str
+    published: float | None
+    ours: dict[int, float | None]  # None: the metric is undefined
+
+
+class ReproductionRecord(BaseModel):
+    """The contents of reproduction.json.
+
+    Attributes:
+        table: for example fednca-ml/1.
+        small: whether it is the small variant.
+        seeds: the seeds that were asked for.
+        title: for people.
+        groups: the column groups that were run.
+        some_groups: whether the table has others too.
+        changed_settings: group → setting → the value of the full table and the value here.
+        values: one entry per group, row and metric.
+        tables: the tables of reproduction.md.
+        notes: what a reader must know.
+    """
+
+    table: str
+    small: bool
+    seeds: list[int]
     title: str
     groups: list[str]
+    some_groups: bool
+    changed_settings: dict[str, dict[str, tuple[str, str]]]
+    values: list[RecordedValue]
     tables: list[TitledTable]
     notes: list[str]
 
