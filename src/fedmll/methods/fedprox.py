@@ -1,6 +1,7 @@
 """FedProx — Li et al., "Federated Optimization in Heterogeneous Networks", 2020.
 
 FedAvg's loss + μ/2 ‖w − w_g‖² over the parameters (Eq. 2), where w_g are the global weights at the start of the round.
+The penalty is part of the reported loss.
 """
 
 from fedmll.methods.framework.method import Method
