@@ -150,3 +150,20 @@ def test_backbone_without_stages_is_refused_by_name(cache: Path) -> None:
     with pytest.raises(ConfigError, match="the backbone Flat does not give the outputs of its stages"):
         run(experiment(**own, model__stages=(0,)))
     run(experiment(**own, model__power="sqrt", model__flip_average=True))  # these need no stages
+
+
+def test_auto_is_the_measured_choice_and_explicit_values_win() -> None:
+    frozen: dict[str, Any] = {"model__freeze": "backbone", "model__weights": "random"}
+
+    def features(**changes: Any) -> tuple[Any, ...]:
+        model = experiment(**changes).model
+        return model.stages, model.power, model.flip_average
+
+    mobilenet = frozen | {"model__backbone": "mobilenet-v2"}
+    assert features(**mobilenet) == ((17, 16, 13), "sqrt", True)
+    assert features(**mobilenet, model__stages=()) == ((), "sqrt", True)
+    assert features(**mobilenet, model__power="none", model__flip_average=False) == ((17, 16, 13), "none", False)
+    assert features(**frozen) == ((), "none", False)  # the convnet of the tests was not measured
+    assert features(model__backbone="mobilenet-v2") == ((), "none", False)  # it is trained
+    stored = experiment(**mobilenet)
+    assert stored.changed({}).model == stored.model == type(stored).make(stored.model_dump(exclude_none=True)).model

@@ -107,7 +107,13 @@ Published = Annotated[
     ),
 ]
 OWN = "own"  # --as-published without a name: the paper of the chosen method
-NOT_PUBLISHED = {"model.standardise": False, "model.bias": "zero"}  # what no paper does
+NOT_PUBLISHED = {  # what no paper does
+    "model.standardise": False,
+    "model.bias": "zero",
+    "model.stages": (),
+    "model.power": "none",
+    "model.flip_average": False,
+}
 
 # option → its setting and its help
 SETTINGS: dict[str, tuple[str, Any]] = {

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from fedmll.config.experiment import Experiment
 
 DEFAULT_CLIENTS = 10
+LAST_STAGE: dict[str, Any] = {"stages": (), "power": "none", "flip_average": False}
+# The features of a frozen backbone for heads that use means, chosen on validation data (docs/results/frozen-coco.md).
+# Backbones that are not listed have not been measured: they keep the mean of the last stage.
+FROZEN_FEATURES: dict[str, dict[str, Any]] = {
+    "mobilenet-v2": {"stages": (17, 16, 13), "power": "sqrt", "flip_average": True}
+}
 TRANSFORMERS = ("vit", "small-vit")  # backbones with a class token
 
 
@@ -154,6 +160,8 @@ def _resolve_model(model: ModelSettings, has_features: bool) -> ModelSettings:
             f"model.class_token = true, but a {backbone} has no class token. Leave it out, or set model.backbone to "
             "'vit'."
         )
+    features = FROZEN_FEATURES.get(backbone, LAST_STAGE) if frozen and not has_features else LAST_STAGE
+    updates |= {key: value for key, value in features.items() if getattr(model, key) == AUTO}
     updates["standardise"] = frozen if model.standardise == AUTO else model.standardise
     updates["bias"] = ("prior" if frozen else "zero") if model.bias == AUTO else model.bias
     pretrained = model.pretrained

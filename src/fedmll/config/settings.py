@@ -310,16 +310,20 @@ class ModelSettings(SettingsSection):
         default=1,
         description="The number of cached views per image with a frozen backbone; all but the first are augmented.",
     )
-    stages: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(),
+    stages: Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default="auto",
         description="Stages of a frozen backbone whose mean features are added to those of the last stage; 0 is the "
-        "stem. For heads that use means.",
+        "stem. For heads that use means. auto: [17, 16, 13] for a frozen mobilenet-v2, otherwise none.",
     )
-    power: Literal["none", "sqrt"] = Field(
-        default="none", description="sqrt: the signed square root of the mean features of the last stage, like stages."
+    power: Literal["auto", "none", "sqrt"] = Field(
+        default="auto",
+        description="sqrt: the signed square root of the mean features of the last stage, like stages. auto: sqrt for "
+        "a frozen mobilenet-v2, otherwise none.",
     )
-    flip_average: bool = Field(
-        default=False, description="Average the features of an image and of its mirror image, like stages."
+    flip_average: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Average the features of an image and of its mirror image, like stages. auto: true for a frozen "
+        "mobilenet-v2, otherwise false.",
     )
     standardise: bool | Literal["auto"] = Field(
         default="auto",
@@ -365,8 +369,8 @@ class ModelSettings(SettingsSection):
 
     @property
     def pools_stages(self) -> bool:
-        """Whether features are more than the mean of the last stage."""
-        return bool(self.stages) or self.power != "none" or self.flip_average
+        """Whether the settings ask for more than the mean of the last stage. "auto" does not ask for it."""
+        return self.stages not in (AUTO, ()) or self.power == "sqrt" or self.flip_average is True
 
     @property
     def pretrained(self) -> str | None:

@@ -31,6 +31,8 @@ class PooledStages:
     @classmethod
     def of(cls, model: ModelSettings, backbone: Backbone) -> PooledStages | None:
         """What the settings ask for; None: the map of the last stage."""
+        if model.stages == "auto" or model.power == "auto" or model.flip_average == "auto":
+            raise ValueError("The settings of an experiment must be resolved first.")
         last = len(backbone.stages()) - 1
         wrong = [number for number in model.stages if number >= last]
         if wrong:
