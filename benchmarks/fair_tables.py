@@ -88,7 +88,8 @@ CHEST = {"data.name": "packed:chestxray14_part001_112jpeg.npz"}
 TABLES = {
     "coco80": FairTable(
         "coco80-frozen",
-        [*COCO80, *mean_rows(row for row in COCO80 if row != "local-only"), *BASELINES[1:], *neck(128), *token_heads(64)],
+        [*COCO80, *mean_rows(row for row in COCO80 if row != "local-only"), *BASELINES[1:], *neck(128),
+         *token_heads(64)],
     ),
     "coco20": FairTable(
         "coco80-frozen", [*BOUNDS, *BASELINES, *EXACT, *neck(128), *token_heads(64)],
